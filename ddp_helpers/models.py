@@ -7,9 +7,7 @@ class MLP(nn.Sequential):
     """The classic 784-512-10 network; images [b, 1, 28, 28] float32 to log-probabilities [b, 10] float32."""
 
     def __init__(self, hidden: int = 512) -> None:
-        super().__init__(
-            nn.Flatten(), nn.Linear(784, hidden), nn.ReLU(), nn.Linear(hidden, 10), nn.LogSoftmax(dim=1)
-        )
+        super().__init__(nn.Flatten(), nn.Linear(784, hidden), nn.ReLU(), nn.Linear(hidden, 10), nn.LogSoftmax(dim=1))
 
 
 class CNN(nn.Module):

@@ -16,7 +16,7 @@ import math
 import os
 from pathlib import Path
 
-from ddp_helpers.data import EMBEDDED, FULL, read_folder
+from ddp_helpers.data import EMBEDDED, FILES, read_folder
 
 # 12,000 for training; one fewer than 2,000 for testing, because an odd number lets padding show.
 INDICES = {"train": range(0, 60_000, 5), "t10k": range(0, 9_995, 5)}
@@ -40,13 +40,11 @@ def pack(content: bytes) -> bytes:
 
 def cut_subset(folder: Path) -> dict[str, bytes]:
     """Return name -> IDX bytes of the subset; raises ValueError if a file in `folder` is not the official one."""
-    return {name: cut(data, INDICES[name.split("-")[0]]) for name, data in read_folder(folder, FULL).items()}
+    return {name: cut(data, INDICES[name.split("-")[0]]) for name, data in read_folder(folder, FILES["full"]).items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, default=os.environ.get("DDP_MNIST_ROOT"))
     parser.add_argument("--out", type=Path, default=EMBEDDED)
     arguments = parser.parse_args()
@@ -59,7 +57,7 @@ def main() -> None:
         (arguments.out / f"{name}.gz").write_bytes(packed)
         total += len(packed)
         count = int.from_bytes(content[4:8], "big")
-        print(f'    "{name}": ({count:_}, "{hashlib.md5(content, usedforsecurity=False).hexdigest()}"),')
+        print(f'    "{name}": "{hashlib.md5(content, usedforsecurity=False).hexdigest()}",  # {count:,} items')
     print(f"{total:,} bytes in {arguments.out}")
 
 

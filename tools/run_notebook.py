@@ -70,22 +70,17 @@ def tags(cell: NotebookNode) -> list[str]:
 
 def execute(nb: NotebookNode, folder: Path) -> NotebookNode:
     """Run a copy of the notebook in a clean kernel of this environment, in folder; raises RunError."""
-    nb = copy.deepcopy(nb)
-    for cell in nb.cells:
-        if cell.cell_type == "code":
-            cell.outputs, cell.execution_count = [], None
     # DDP_MNIST would swap the data under the saved numbers; PYTEST_CURRENT_TEST turns off ipykernel's capture
     env = {k: v for k, v in os.environ.items() if k not in ("DDP_MNIST", "PYTEST_CURRENT_TEST")}
-    manager = AsyncKernelManager(
-        kernel_name=CURRENT_ENV_KERNEL_NAME, kernel_spec_manager=NbvalKernelspecManager()
-    )
+    manager = AsyncKernelManager(kernel_name=CURRENT_ENV_KERNEL_NAME, kernel_spec_manager=NbvalKernelspecManager())
     client = NotebookClient(
-        nb,
+        copy.deepcopy(nb),
         km=manager,
         timeout=CELL_DEADLINE,
         iopub_timeout=30,
         coalesce_streams=True,
         record_timing=False,
+        extra_arguments=["--log-level=ERROR"],  # the kernel's advice about sockets
         resources={"metadata": {"path": str(folder)}},
     )
     try:
@@ -169,7 +164,7 @@ def difference(saved: NotebookNode, fresh: NotebookNode, rules: Rules) -> str | 
                 now = "nothing" if new_lines[at] is None else repr(new_lines[at])
                 return f"cell {index}, {old_name} line {at + 1}: saved {was}, now {now}"
         if len(old_texts) != len(new_texts):
-            return f"cell {index}: {len(old_texts)} outputs are saved, the run gave {len(new_texts)}"
+            return f"cell {index}: {len(old_texts)} output texts are saved, the run gave {len(new_texts)}"
     return None
 
 

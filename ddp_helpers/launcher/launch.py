@@ -28,9 +28,7 @@ INTERRUPT_SECONDS = 2.0  # the same after an interrupt
 _spawning = threading.Lock()  # the environment is changed for a moment while ranks start
 
 
-def launch(
-    fn: Callable[..., Any], args: tuple = (), nprocs: int = 2, *, timeout: float | None = 120.0
-) -> list[Any]:
+def launch(fn: Callable[..., Any], args: tuple = (), nprocs: int = 2, *, timeout: float | None = 120.0) -> list[Any]:
     """Run `fn(rank, *args)` on `nprocs` fresh ranks and return their results in rank order.
 
     Called like `torch.multiprocessing.spawn`, but `fn` may live in a notebook, results come back (tensors as
@@ -106,7 +104,7 @@ class Pool:
         self._stores: dict[int, tuple[dist.TCPStore, int]] = {}
         self._new_stores: dict[int, tuple[dist.TCPStore, int]] = {}
         self._lock = threading.Lock()
-        self._mark = uuid.uuid4().hex
+        self._mark = f"{os.getpid()}-{uuid.uuid4().hex}"
         self._guard: subprocess.Popen | None = None
         self._address = socket.socket()  # bound, never listening: MASTER_PORT while it is the launcher's
         self._address.bind(("127.0.0.1", 0))
@@ -262,9 +260,7 @@ class Pool:
         error = report.error_from(failures)
         if late or dead:
             self._end(
-                str(error)
-                if not late
-                else f"{error}; rank {late[0].rank} was still running {BACK_SECONDS:g} s later"
+                str(error) if not late else f"{error}; rank {late[0].rank} was still running {BACK_SECONDS:g} s later"
             )
         raise error
 

@@ -80,9 +80,7 @@ class Ranks:
         except report.RankError as error:
             if error.type == "NameError" and error.name and error.name in _notebook():
                 name = error.name
-                error.args = (
-                    f"{error} ('{name}' lives in the notebook: ranks.push({name}={name}) sends it)",
-                )
+                error.args = (f"{error} ('{name}' lives in the notebook: ranks.push({name}={name}) sends it)",)
             raise
 
     def restart(self, nprocs: int | None = None) -> None:
@@ -129,9 +127,7 @@ def load_ipython_extension(shell: Any) -> None:
         options = parser.parse_args(shlex.split(line))
         ranks = shell.user_ns.get(options.name) if options.name else _newest()
         if not isinstance(ranks, Ranks):
-            raise RuntimeError(
-                f"there are no live ranks {options.name or ''}: run `ranks = Ranks(2)` in a cell first"
-            )
+            raise RuntimeError(f"there are no live ranks {options.name or ''}: run `ranks = Ranks(2)` in a cell first")
         ranks.execute("\n" + cell, f"cell {shell.execution_count}", timeout=options.timeout)
 
     def hint(result: Any) -> None:

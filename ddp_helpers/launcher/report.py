@@ -72,9 +72,7 @@ def how_it_ended(code: int | None, started: bool = True) -> str:
             name = signal.Signals(-code).name
         except ValueError:
             name = f"signal {-code}"
-        return f"was killed by {name}" + (
-            ": the machine may have run out of memory" if name == "SIGKILL" else ""
-        )
+        return f"was killed by {name}" + (": the machine may have run out of memory" if name == "SIGKILL" else "")
     if started:
         return f"ended with exit code {code} before it delivered a result"
     return (
@@ -106,13 +104,8 @@ def error_from(failures: list[Failure], after: str = "") -> RankError:
 
 def read_stack(dump: str) -> tuple[str, tuple[str, int] | None, str]:
     """Read faulthandler's text: (what the main thread does, the user's file and line, the frames from there on)."""
-    stacks = [
-        re.findall(r'File "(.*)", line (\d+) in (.*)', s)
-        for s in re.split(r"\n(?=Thread|Current thread)", dump)
-    ]
-    frames = [
-        (file, int(line), name) for file, line, name in reversed(next(filter(None, reversed(stacks)), []))
-    ]
+    stacks = [re.findall(r'File "(.*)", line (\d+) in (.*)', s) for s in re.split(r"\n(?=Thread|Current thread)", dump)]
+    frames = [(file, int(line), name) for file, line, name in reversed(next(filter(None, reversed(stacks)), []))]
     here = user_frame([frame[:2] for frame in frames])
     if here is None:
         return "does not answer", None, dump

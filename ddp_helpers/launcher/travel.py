@@ -52,9 +52,7 @@ class _Pickler(cloudpickle.Pickler):
         if type(obj) in (torch.Tensor, torch.nn.Parameter) and obj.layout is torch.strided:
             return _plain(obj).__reduce_ex__(pickle.DEFAULT_PROTOCOL)
         if isinstance(obj, torch.nn.parallel.DistributedDataParallel):
-            raise TravelError(
-                "a DistributedDataParallel model belongs to its process group: use model.module"
-            )
+            raise TravelError("a DistributedDataParallel model belongs to its process group: use model.module")
         return super().reducer_override(obj)
 
 
@@ -78,6 +76,8 @@ def dumps(value: Any) -> tuple[bytes, dict[str, str]]:
     pickler = _Pickler(buffer)
     try:
         pickler.dump(value)
+    except TravelError:
+        raise
     except Exception as error:
         name, reason = _culprit(value) or ("this value", error)
         raise TravelError(f"{name} can't be sent to another process: {reason}") from error
@@ -124,9 +124,5 @@ def _culprit(value: Any, depth: int = 0) -> tuple[str, Exception] | None:
             inner = _culprit(part, depth + 1)
             if inner is None:
                 return f"{name} (of type {type(part).__name__})", error
-            return (
-                inner
-                if name == "the function" or "variable" in inner[0]
-                else (f"{name}: {inner[0]}", inner[1])
-            )
+            return inner if name == "the function" or "variable" in inner[0] else (f"{name}: {inner[0]}", inner[1])
     return None

@@ -1,0 +1,37 @@
+# make lab · test · run NB=06 · soak NB=06 · bench · check: each sets up what it needs in .venv (Python >= 3.10 and make).
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?= python3
+PIP_ARGS ?=
+NB ?= 06
+
+.PHONY: lab test run soak bench check
+lab: $(VENV)/ready
+	$(BIN)/jupyter lab $(LAB_ARGS) notebooks/00_check_your_machine.ipynb
+
+test: $(VENV)/ready
+	$(BIN)/pytest --nbval $(ARGS)
+
+run: $(VENV)/ready
+	$(BIN)/python tools/run_notebook.py $(NB)
+
+soak: $(VENV)/ready
+	$(BIN)/python tools/soak.py $(NB)
+
+bench: $(VENV)/ready-bench
+	$(BIN)/python -m tests.bench $(ARGS)
+
+check: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy ddp_helpers
+	$(BIN)/pytest -q tests/test_notebooks.py tests/test_sanitizers.py tests/test_environment.py
+
+$(VENV)/ready: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -e '.[test]'
+	touch $@
+
+$(VENV)/ready-bench: $(VENV)/ready
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -e '.[test,bench]'
+	touch $@

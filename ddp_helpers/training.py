@@ -1,0 +1,69 @@
+"""Wrap a model and train it for one epoch: needs torch, and process_group.py beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from .process_group import collective_device, is_initialized, rank, world_size
+
+
+def wrap(model: nn.Module, device: torch.device | str) -> nn.Module:
+    """Move a model to `device` and wrap it in DDP; all ranks must call it, with the same architecture.
+
+    On a GPU BatchNorm becomes SyncBatchNorm first; on a CPU, where that does not exist, rank 0 prints a note. At world
+    size 1 the model comes back without a wrapper.
+    """
+    device = torch.device(device)
+    model = model.to(device)
+    if world_size() == 1:
+        return model
+    gpu = device.type == "cuda"
+    if gpu:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    elif rank() == 0 and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
+        print("Note: SyncBatchNorm needs GPUs; on CPUs each rank's BatchNorm sees its own batch only.")
+    return DistributedDataParallel(model, device_ids=[device] if gpu else None)
+
+
+def train_epoch(
+    model: nn.Module,
+    loader: DataLoader[Any],
+    optimizer: torch.optim.Optimizer,
+    epoch: int,
+    device: torch.device | str = "cpu",
+    log_every: int = 10,
+    *,
+    loss_fn: Callable[[Tensor, Tensor], Tensor] = F.nll_loss,
+) -> float:
+    """Train for one epoch and return the mean loss per sample over all ranks; all ranks must call it.
+
+    `loader` yields (inputs [b, ...], labels [b]) of this rank's shard, as many batches on each rank; `loss_fn` is a
+    mean over the batch. Call `sampler.set_epoch(epoch)` before. Every `log_every` steps (0: never) rank 0 prints how
+    many samples of its shard it has seen, and the loss of the current batch. No samples at all give nan.
+    """
+    model.train()
+    total = torch.zeros((), dtype=torch.float64, device=device)  # on the device: .item() in each step would wait for it
+    seen, shard_size = 0, len(loader.sampler)  # type: ignore[arg-type]
+    for step, (inputs, labels) in enumerate(loader):
+        inputs, labels = inputs.to(device), labels.to(device)
+        optimizer.zero_grad()
+        loss = loss_fn(model(inputs), labels)
+        loss.backward()
+        optimizer.step()
+        if log_every and step % log_every == 0 and rank() == 0:
+            percent = f"{100 * seen / shard_size:.0f}%"
+            print(f"Train Epoch: {epoch} [{seen}/{shard_size} ({percent})]  Loss: {loss.item():.6f}")
+        seen += len(labels)
+        total += loss.detach().double() * len(labels)
+    sums = torch.stack([total, total.new_tensor(seen)]).to(collective_device())
+    if is_initialized():
+        dist.all_reduce(sums)
+    return (sums[0] / sums[1]).item()
