@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 
@@ -24,3 +25,17 @@ def pytest_configure(config: pytest.Config) -> None:
         option.nbval_current_env = True
     if option.nbval_cell_timeout == NBVAL_DEADLINE:
         option.nbval_cell_timeout = CELL_DEADLINE
+    _number_cells()
+
+
+def _number_cells() -> None:
+    """Let nbval's kernels number the cells as Jupyter does: errors on ranks name them, and nbval stays at 1."""
+    from nbval import kernel
+
+    in_memory = ["--HistoryManager.hist_file=:memory:"]  # numbered cells go into the user's history otherwise
+    kernel.start_new_kernel = functools.partial(kernel.start_new_kernel, extra_arguments=in_memory)
+
+    def execute_cell_input(self: kernel.RunningKernel, source: str, allow_stdin: bool | None = None) -> str:
+        return self.kc.execute(source, store_history=True, allow_stdin=allow_stdin, stop_on_error=False)
+
+    kernel.RunningKernel.execute_cell_input = execute_cell_input

@@ -113,7 +113,7 @@ def _software() -> Iterator[tuple[str, str, bool, str]]:
             found, needs = importlib.metadata.version(name), importlib.metadata.requires(name) or []
         pins = [need[7:].split("+")[0] for need in needs if need.startswith("torch==")]
         good, advice = _numbers(found) >= _numbers(least), f"Run pip install --upgrade '{name}>={least}'."
-        if good and pins and pins[0] != version.split("+")[0]:
+        if pins and pins[0] != version.split("+")[0]:
             good, advice = False, f"It was built for torch {pins[0]}: run {REINSTALL}."
         yield name, found or "missing", good, advice
 

@@ -36,12 +36,14 @@ def setup(backend: str | None = None) -> None:
     """Join the process group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe; all ranks must call it.
 
     Does nothing in a group already, and without RANK in the environment: then the world size is 1. No backend means
-    nccl when each local rank can have a GPU of its own, else gloo.
+    nccl where each rank of the node has a GPU of its own, else gloo.
     """
     if is_initialized() or "RANK" not in os.environ:
         return
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    backend = backend or ("nccl" if torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks else "gloo")
+    if backend is None:
+        gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ["WORLD_SIZE"])
+        backend = "nccl" if local_ranks <= gpus else "gloo"
     if backend == "nccl":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)  # what collectives without a device of their own use
@@ -111,8 +113,9 @@ def assert_in_sync(values: nn.Module | Tensor | Mapping[str, Tensor] | Iterable[
             raise RuntimeError(f"rank {r} can't read the values to compare: {theirs}")
     for index in range(max(map(len, everyone))):
         rows = [theirs[index] if index < len(theirs) else None for theirs in everyone]
+        kinds = [row and row[:3] for row in rows]  # name, shape and dtype, or None
         for r, row in enumerate(rows):
-            if row is None or rows[0] is None or row[:3] != rows[0][:3]:
+            if kinds[r] != kinds[0]:
                 raise AssertionError(
                     f"the ranks hold different things: at place {index}, rank 0 has {_text(rows[0])} and rank {r} has "
                     f"{_text(row)}. Build the model, or collect the tensors, in the same way on every rank."
@@ -140,7 +143,7 @@ def checksum(tensors: Iterable[Tensor]) -> str:
     """Return the sha256 of the tensors' bytes, one after the other, as 64 hex digits; any shape, dtype and device."""
     digest = hashlib.sha256()
     for t in tensors:
-        digest.update(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        digest.update(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -31,11 +31,10 @@ def _canvas(width: float, height: float, columns: int = 1) -> tuple[Figure, Any]
     return figure, axes
 
 
-def _box(
-    axes: Axes, x: float, y: float, width: float, height: float, text: str, colour: str, ink: str = "white"
-) -> None:
+def _box(axes: Axes, x: float, y: float, width: float, height: float, text: str, colour: str) -> None:
     style = "round,pad=0,rounding_size=0.08"
     axes.add_patch(FancyBboxPatch((x, y), width, height, boxstyle=style, facecolor=colour, edgecolor="none"))
+    ink = INK if sum(int(colour[i : i + 2], 16) * w for i, w in ((1, 0.3), (3, 0.6), (5, 0.1))) > 140 else "white"
     axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", color=ink, fontsize=10)
 
 
@@ -45,7 +44,7 @@ def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], col
 
 def data_flow(samples: int, world_size: int = 2, batch: int = 128) -> None:
     """Draw one training step: data set → shards → ranks → gradients → one model. `batch` is per rank."""
-    figure, axes = _canvas(9, 0.9 + 1.1 * world_size)
+    _, axes = _canvas(9, 0.9 + 1.1 * world_size)
     top = 1.2 * world_size
     middle = top / 2
     _box(axes, 0, middle - 0.45, 1.5, 0.9, f"data set\n{samples:,} images", "#444444")
@@ -60,7 +59,7 @@ def data_flow(samples: int, world_size: int = 2, batch: int = 128) -> None:
         _arrow(axes, (3.6, y + 0.45), (4.1, y + 0.45))
         _arrow(axes, (5.6, y + 0.45), (6.1, y + 0.45))
         _arrow(axes, (7.6, y + 0.45), (8.1, middle))
-    _box(axes, 10.1, middle - 0.45, 1.5, 0.9, f"same step on\neach rank:\none model", "#444444")
+    _box(axes, 10.1, middle - 0.45, 1.5, 0.9, "same step on\neach rank:\none model", "#444444")
     _arrow(axes, (9.6, middle), (10.1, middle))
     axes.set(xlim=(-0.1, 11.7), ylim=(-0.1, top), aspect="equal")
     axes.axis("off")
@@ -69,7 +68,7 @@ def data_flow(samples: int, world_size: int = 2, batch: int = 128) -> None:
 
 def loss_curves(curves: Mapping[str, Sequence[float]], smooth: int = 10) -> None:
     """Draw the loss of each run against its step, as the mean of `smooth` steps; later curves are dashed."""
-    figure, axes = _canvas(7, 3.2)
+    _, axes = _canvas(7, 3.2)
     for i, (name, losses) in enumerate(curves.items()):
         means = [sum(losses[k : k + smooth]) / len(losses[k : k + smooth]) for k in range(0, len(losses), smooth)]
         steps = [k + smooth / 2 for k in range(0, len(losses), smooth)]
@@ -81,12 +80,38 @@ def loss_curves(curves: Mapping[str, Sequence[float]], smooth: int = 10) -> None
     plt.show()
 
 
+def loss_by_epoch(curves: Mapping[str, Sequence[float]], epochs: int = 10) -> None:
+    """Draw the mean loss of each epoch, for runs with unequal numbers of steps per epoch."""
+    _, axes = _canvas(7, 3.2)
+    for i, (name, losses) in enumerate(curves.items()):
+        size = len(losses) // epochs
+        means = [sum(losses[k * size : (k + 1) * size]) / size for k in range(epochs)]
+        style = {"color": "#444444", "linewidth": 4, "alpha": 0.5} if i == 0 else {"color": RANK[i], "linewidth": 1.8}
+        axes.plot(range(1, epochs + 1), means, marker="o^sD"[i % 4], markersize=4, label=name, **style)
+    axes.set(xlabel="epoch", ylabel="mean training loss", yscale="log", xticks=range(1, epochs + 1))
+    axes.legend(frameon=False, title="global batch, learning rate → accuracy", fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    plt.show()
+
+
+def drift(gaps: Mapping[str, Sequence[float]]) -> None:
+    """Draw the largest difference of any weight between two runs, after each epoch, on a logarithmic axis."""
+    _, axes = _canvas(7, 2.8)
+    for i, (name, values) in enumerate(gaps.items()):
+        axes.plot(range(1, len(values) + 1), values, "o-", color=[RANK[5], RANK[0], RANK[2]][i], label=name)
+    longest = max(map(len, gaps.values()))
+    axes.set(xlabel="epoch", ylabel="largest difference", yscale="log", xticks=range(1, longest + 1))
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    plt.show()
+
+
 def load(phases: Sequence[Mapping[str, float]], title: str = "") -> None:
     """Draw what each rank spent its step on: a pie for each rank, and all ranks as bars. Values in milliseconds."""
     world_size = len(phases)
     figure, axes = _canvas(3 * world_size + 4, 3.0, world_size + 1)
     for rank, times in enumerate(phases):
-        wedges, _ = axes[rank].pie(
+        axes[rank].pie(
             list(times.values()),
             colors=[PHASE[name] for name in times],
             startangle=90,
@@ -113,7 +138,7 @@ def load(phases: Sequence[Mapping[str, float]], title: str = "") -> None:
 def digits(images: Any, labels: Sequence[int], guesses: Sequence[int], columns: int = 10) -> None:
     """Draw images [n, 28, 28] with the true label and the model's guess under each."""
     rows = -(-len(images) // columns)
-    figure, axes = plt.subplots(
+    _, axes = plt.subplots(
         rows,
         columns,
         figsize=(0.85 * columns, 1.15 * rows),
@@ -150,8 +175,9 @@ class SideBySide:
             return f'<td style="{style}">{html.escape(text) or "&nbsp;"}</td>'
 
         head = "".join(f'<th style="text-align:left">{name}</th>' for name in self.names)
+        old, new, same = "#ffe3cf", "#d5f0e3", "#fff"
         body = "".join(
-            f"<tr>{cell(a, '#ffe3cf' if changed and a else '#fff')}{cell(b, '#d5f0e3' if changed and b else '#fff')}</tr>"
+            f"<tr>{cell(a, old if changed and a else same)}{cell(b, new if changed and b else same)}</tr>"
             for a, b, changed in self.rows
         )
         return f"<table><tr>{head}</tr>{body}</table>"

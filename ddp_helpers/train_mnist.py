@@ -26,22 +26,28 @@ from .training import train_epoch, wrap
 
 
 def _option(default: Any, text: str, *choices: str) -> Any:
-    return field(default=default, metadata={"help": text, "choices": choices or None})
+    how = {"default_factory": default} if callable(default) else {"default": default}
+    return field(**how, metadata={"help": text, "choices": choices or None})
 
 
 @dataclass(frozen=True)
 class Config:
-    """What a run is made of; each field is an option of the command line."""
+    """What a run is made of; each field is an option of the command line. Raises ValueError for a wrong choice."""
 
-    data: str = _option(
-        os.environ.get("DDP_MNIST") or "subset", "12,000 or 60,000 images (DDP_MNIST)", "subset", "full"
-    )
+    data: str = _option(lambda: os.environ.get("DDP_MNIST") or "subset", "12,000 or 60,000 images", "subset", "full")
     model: str = _option("mlp", "784-512-10, or two convolutions", "mlp", "cnn")
     epochs: int = _option(10, "passes over the training data")
     global_batch: int = _option(256, "samples per step over all ranks; each rank takes an equal part")
     lr: float = _option(1e-3, "learning rate of Adam")
     seed: int = _option(0, "seed of the initial weights and of the order of the samples")
     log_every: int = _option(20, "steps between two log lines; 0 prints none")
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value, choices = getattr(self, f.name), f.metadata["choices"]
+            if choices and value not in choices:
+                where = " (from DDP_MNIST, perhaps)" if f.name == "data" else ""
+                raise ValueError(f"{f.name} is {value!r}{where}: choose {' or '.join(map(repr, choices))}")
 
     def batch_size(self, world_size: int) -> int:
         """Return the batch per rank. Raises ValueError unless the ranks can share the global batch equally."""
@@ -113,26 +119,28 @@ def main(rank: int, config: Config) -> dict[str, Any]:
 
 def cli(arguments: Sequence[str] | None = None) -> None:
     """Read the command line, run `main` here or on `--nprocs` ranks, and print the fingerprint last."""
+    started = "RANK" in os.environ  # by torchrun or the like
+    rank = int(os.environ["RANK"]) if started else 0
     parser = argparse.ArgumentParser(
         prog="python -m ddp_helpers.train_mnist",
         description="Train MNIST with DistributedDataParallel.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    for f in fields(Config):
-        kind: Any = type(f.default)
-        parser.add_argument(f"--{f.name.replace('_', '-')}", type=kind, default=f.default, **f.metadata)
-    parser.add_argument("--nprocs", type=int, default=1, help="ranks to start; under torchrun leave it out")
-    options = vars(parser.parse_args(arguments))
-    nprocs = options.pop("nprocs")
-    started = "RANK" in os.environ  # by torchrun or the like
-    rank = int(os.environ["RANK"]) if started else 0
-    if nprocs != 1 and started:
-        parser.error("--nprocs starts ranks, but this process is one already (RANK is set): leave it out")
-    config = Config(**options)
     try:
+        defaults = Config()
+        for f in fields(Config):
+            default: Any = getattr(defaults, f.name)
+            parser.add_argument(f"--{f.name.replace('_', '-')}", type=type(default), default=default, **f.metadata)
+        parser.add_argument("--nprocs", type=int, default=1, help="ranks to start; under torchrun leave it out")
+        options = vars(parser.parse_args(arguments))
+        nprocs, config = options.pop("nprocs"), Config(**options)
+        if nprocs < 1:
+            raise ValueError(f"--nprocs is the number of ranks, 1 or more, not {nprocs}")
         config.batch_size(int(os.environ["WORLD_SIZE"]) if started else nprocs)
     except ValueError as error:
         parser.error(str(error))
+    if started and nprocs != 1:
+        parser.error("--nprocs starts ranks, but this process is one already (RANK is set): leave it out")
     if nprocs == 1:
         result = main(rank, config)
     else:

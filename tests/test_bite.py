@@ -218,7 +218,9 @@ def alter_last(path: Path, to: Path) -> str:
 
 def test_an_altered_notebook_fails_and_a_good_one_passes(project: Path) -> None:
     timed = "import time\nstart = time.perf_counter()\nprint(f'took {time.perf_counter() - start:.9f} s')"
-    good = run_notebook.execute(small(timed, "2 + 3", "print('six')"), project)
+    counted = "ip = get_ipython()\nip.execution_count, ip.history_manager.hist_file"
+    good = run_notebook.execute(small(timed, counted, "print('six')"), project)
+    assert good.cells[1].outputs[0].data["text/plain"] == "(3, ':memory:')"
     good.metadata.kernelspec.name = "no-such-kernel"  # only the current environment's kernel can run it
     nbformat.write(good, project / "00_good.ipynb")
     assert alter_last(project / "00_good.ipynb", project / "01_bad.ipynb") == "Cell 2"
@@ -400,7 +402,7 @@ def test_difference_describes_the_first_one() -> None:
     [
         (0, 0, "run 5 of 5 (cores loaded): identical"),
         (2, 0, "run 2 of 5: cell 0, stdout line 1: saved '1', now '2'"),
-        (0, 3, "run 3 of 5 (cores loaded): did not reach the end\nthe cause"),
+        (0, 3, "run 3 of 5 (cores loaded): did not reach the end, the cause"),
     ],
 )
 def test_soak_counts_the_runs_that_differ(
@@ -423,10 +425,11 @@ def test_soak_counts_the_runs_that_differ(
             busy.add(self)
 
         def kill(self) -> None:
-            busy.remove(self)
+            self.killed = True
 
         def wait(self) -> None:
-            assert self not in busy
+            assert self.killed
+            busy.remove(self)
 
     def execute(nb: NotebookNode, folder: Path) -> NotebookNode:
         loads.append(len(busy))
@@ -434,7 +437,7 @@ def test_soak_counts_the_runs_that_differ(
         if len(loads) == differs:
             fresh.cells[0].outputs[0].text = "2"
         if len(loads) == fails:
-            raise run_notebook.RunError("the cause")
+            raise run_notebook.RunError("a traceback\nthe cause\n")
         return fresh
 
     monkeypatch.setattr(run_notebook, "execute", execute)

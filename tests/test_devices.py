@@ -30,14 +30,7 @@ Usage = namedtuple("Usage", "total used free")
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the variables that matter out of the environment."""
-    for name in (
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "OMP_NUM_THREADS",
-        "CUDA_VISIBLE_DEVICES",
-    ):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -103,6 +96,7 @@ def test_hidden_gpus_do_not_count(monkeypatch: pytest.MonkeyPatch, visible: str 
     monkeypatch.setattr(torch.cuda, "_is_compiled", lambda: True)
     monkeypatch.setattr(torch.cuda, "_raw_device_count_nvml", lambda: 4)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert visible_gpus() == gpus
@@ -193,6 +187,7 @@ def name_server(patch: pytest.MonkeyPatch, answer: Callable[[], Any]) -> None:
 def well(machine: Set, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Pretend what a test runner may lack: no GPU, 4 cores, much shared memory and disk, a name."""
     machine(gpus=0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(devices.shutil, "which", lambda program: None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(4)), raising=False)
     monkeypatch.setattr(devices, "CPU_MAX", tmp_path / "cpu.max")
@@ -404,6 +399,8 @@ def test_the_limit_on_threads_heals_a_container(well: None, monkeypatch: pytest.
     cores(64, "400000 100000")(monkeypatch, tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "2")  # what the advice says
     assert healthy("threads per rank") and found("cores").value == "64, 4 allowed by the container"
+    cores(2, "400000 100000")(monkeypatch, tmp_path)
+    assert found("cores").value == "2"  # more is allowed than this process may use
 
 
 def test_without_a_loopback_interface_libuv_is_not_blamed(well: None, monkeypatch: pytest.MonkeyPatch) -> None:

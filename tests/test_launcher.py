@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from ddp_helpers import HangError, RankError, Ranks, TravelError, launch
-from ddp_helpers.launcher import reaper, report
 from ddp_helpers.launcher import rank as child
+from ddp_helpers.launcher import reaper, report
 
 
 @pytest.fixture(scope="module")
@@ -348,7 +348,7 @@ def test_the_error_is_the_cause_not_the_lost_connection():
             launch(work)
         texts.add(str(caught.value))
     assert texts == {
-        "rank 1 raised KeyError in test_launcher.py, line %d: 'the cause'" % (work.__code__.co_firstlineno + 4)
+        f"rank 1 raised KeyError in test_launcher.py, line {work.__code__.co_firstlineno + 4}: 'the cause'"
     }
     assert "rank 0 lost its connection after that (a consequence)" in str(caught.value.__cause__)
 

@@ -77,6 +77,7 @@ RULES: dict[str, tuple[dict[str, str], list[str]]] = {
         {
             "backend: gloo": "backend: BACKEND",
             "backend=nccl, 2 ranks": "backend=BACKEND, 2 ranks",
+            "backend: undefined": "backend: BACKEND",
             "Backend: cpu:gloo,cuda:nccl": "Backend: BACKEND",
             "init_process_group(backend='gloo')": "init_process_group(backend='BACKEND')",
         },
@@ -89,7 +90,7 @@ RULES: dict[str, tuple[dict[str, str], list[str]]] = {
             "device='cuda:0')": "device='DEVICE')",
             "Device: mps": "Device: DEVICE",
         },
-        ["cpu", "2 cpus", "devices: 2", "device: cpus", "one device", "cuda:0"],
+        ["cpu", "2 cpus", "devices: 2", "on_device: cpu", "device: cpus", "one device", "cuda:0"],
     ),
     "device(DEVICE)": (
         {"device(type='cpu')": "device(DEVICE)", "(device(type='cuda', index=1),)": "(device(DEVICE),)"},

@@ -80,7 +80,7 @@ def execute(nb: NotebookNode, folder: Path) -> NotebookNode:
         iopub_timeout=30,
         coalesce_streams=True,
         record_timing=False,
-        extra_arguments=["--log-level=ERROR"],  # the kernel's advice about sockets
+        extra_arguments=["--log-level=ERROR", "--HistoryManager.hist_file=:memory:"],
         resources={"metadata": {"path": str(folder)}},
     )
     try:

@@ -41,7 +41,7 @@ def soak(name: str) -> int:
             with loaded_cores() if load else contextlib.nullcontext():
                 found = run_notebook.difference(saved, run_notebook.execute(saved, path.parent), rules)
         except run_notebook.RunError as error:
-            found = f"did not reach the end\n{error}"
+            found = f"did not reach the end, {str(error).strip().splitlines()[-1]}"
         differing += found is not None
         print(f"run {run} of {RUNS}{' (cores loaded)' if load else ''}: {found or 'identical'}", flush=True)
     verdict = f"{differing} of {RUNS} runs differ from" if differing else f"all {RUNS} runs equal"

@@ -37,6 +37,7 @@ def launch(fn: Callable[..., Any], args: tuple = (), nprocs: int = 2, *, timeout
     ever. Raises RankError for the first rank that failed, TravelError for a function or an argument that can't
     be sent. Nothing is left running in any case.
     """
+    __tracebackhide__ = True  # a notebook shows the caller's cell and the rank's traceback, not these lines
     data, sources = travel.dumps_call(fn, tuple(args))
     with contextlib.closing(Pool(nprocs, once=True)) as pool:
         return pool.run("call", data, sources, timeout=timeout)
@@ -61,12 +62,12 @@ class _Rank:
         self.failure: report.Failure | None = None
 
     def read(self, end: Connection) -> bytes:
-        """Return all that waits in `out` or `dump`."""
-        chunks = []
+        """Return what waits in `out` or `dump`, up to a few MB: a rank may print faster than this reads."""
+        data = b""
         with contextlib.suppress(BlockingIOError):
-            while chunk := os.read(end.fileno(), 1 << 20):
-                chunks.append(chunk)
-        return b"".join(chunks)
+            while len(data) < 1 << 22 and (chunk := os.read(end.fileno(), 1 << 20)):
+                data += chunk
+        return data
 
     def where(self) -> str:
         """Return the stacks of a rank that is stuck, be it in C++ or holding the GIL."""
@@ -133,6 +134,7 @@ class Pool:
 
     def run(self, command: str, *message: Any, timeout: float | None) -> list[Any]:
         """Send one command to all ranks, show what they print, and return the results in rank order."""
+        __tracebackhide__ = True
         if not self._lock.acquire(blocking=False):
             raise RuntimeError("the ranks are busy with another cell: wait for it or interrupt it")
         try:
@@ -145,11 +147,13 @@ class Pool:
                         r.busy, r.result, r.failure = True, None, None
                         with contextlib.suppress(ConnectionError):  # its process has ended: noticed below
                             r.control.send((command, *message))
-                    self._supervise(timeout, screen, interrupts)
+                    error = self._supervise(timeout, screen, interrupts)
                 finally:
                     for r in self.ranks:
                         screen.feed(r.rank, r.read(r.out))
                     screen.close()
+            if error is not None:
+                raise error
             return [travel.loads(r.result) for r in self.ranks if r.result is not None]
         finally:
             if self.ended:
@@ -157,30 +161,35 @@ class Pool:
             self._lock.release()
 
     def _check(self) -> None:
+        __tracebackhide__ = True
         for r in self.ranks:
             if r.started and not self.ended and not r.process.is_alive():
                 self._end(f"rank {r.rank} {report.how_it_ended(r.process.exitcode)}")
                 self._release()
         if self.ended:
             raise RuntimeError(
-                f"the ranks have ended: {self.ended}. ranks.restart() starts new ones; then run from the first %%ranks cell."
+                f"the ranks have ended: {self.ended.rstrip('.')}. ranks.restart() starts new ones; "
+                "then run from the first %%ranks cell."
             )
 
-    def _supervise(self, timeout: float | None, screen: report.Screen, interrupts: "_Interrupts") -> None:
-        """Serve the ranks until all have answered; raise what went wrong, and end the ranks where it must be."""
+    def _supervise(
+        self, timeout: float | None, screen: report.Screen, interrupts: "_Interrupts"
+    ) -> BaseException | None:
+        """Serve the ranks until all have answered; return what went wrong, with the ranks ended where it must be."""
         life = time.monotonic()  # the last sign of it
         give_up = float("inf")  # when to stop waiting for the other ranks
         while busy := [r for r in self.ranks if r.busy]:
             limit = timeout if all(r.started for r in self.ranks) else START_SECONDS
-            deadline = life + limit if limit is not None else float("inf")
+            deadline = life + (float("inf") if limit is None else limit)
             pause = max(0.0, min(give_up, deadline, life + 3600.0) - time.monotonic())
             pipes = [pipe for r in busy for pipe in r.open]
             ready = wait([*pipes, *(r.process.sentinel for r in busy), interrupts.pipe], pause)
-            if interrupts.pipe in ready and not interrupts.taken:
+            if interrupts.pipe in ready:
+                if not interrupts.taken:
+                    give_up = time.monotonic() + INTERRUPT_SECONDS
+                    for r in busy:
+                        os.kill(r.process.pid, signal.SIGINT)
                 interrupts.take()
-                give_up = time.monotonic() + INTERRUPT_SECONDS
-                for r in busy:
-                    os.kill(r.process.pid, signal.SIGINT)
             for r in busy:
                 if r.out in ready or r.control in ready or r.process.sentinel in ready:
                     self._listen(r, r.process.sentinel in ready, screen)
@@ -192,9 +201,9 @@ class Pool:
                 give_up = min(f.when for f in failures) + patience
             if time.monotonic() > give_up:
                 break
-            if time.monotonic() > life + (limit if limit is not None else float("inf")):
-                raise self._hang(limit)
-        self._judge(interrupts)
+            if not ready and limit is not None and time.monotonic() > deadline:
+                return self._hang(limit)
+        return self._judge(interrupts)
 
     def _listen(self, r: _Rank, process_ended: bool, screen: report.Screen) -> None:
         """Take in what a rank wrote and sent, and notice when it has answered or its process has ended."""
@@ -244,8 +253,8 @@ class Pool:
             self._stores = self._new_stores  # those of an earlier command are not needed any more
         return self._new_stores[number][1]
 
-    def _judge(self, interrupts: "_Interrupts") -> None:
-        """Return if every rank delivered a result, else raise the reason; end ranks that are not at their prompt."""
+    def _judge(self, interrupts: "_Interrupts") -> BaseException | None:
+        """Return None if every rank delivered a result, else the error; end ranks that are not at their prompt."""
         late = [r for r in self.ranks if r.busy]
         dead = [r for r in self.ranks if r.failure and r.failure.ended]
         failures = [r.failure for r in self.ranks if r.failure]
@@ -254,17 +263,17 @@ class Pool:
             if late or dead:
                 self._end("they were interrupted and did not come back")
                 kept = "the ranks did not come back and were ended: ranks.restart() starts new ones"
-            raise KeyboardInterrupt("" if self.once else kept)
+            return KeyboardInterrupt("" if self.once else kept)
         if not failures:
-            return
+            return None
         error = report.error_from(failures)
         if late or dead:
             self._end(
                 str(error) if not late else f"{error}; rank {late[0].rank} was still running {BACK_SECONDS:g} s later"
             )
-        raise error
+        return error
 
-    def _hang(self, limit: float | None) -> report.HangError:
+    def _hang(self, limit: float) -> report.HangError:
         states, stacks = [], {}
         for r in self.ranks:
             if not r.busy:
@@ -274,7 +283,7 @@ class Pool:
             else:
                 state, _, stacks[r.rank] = report.read_stack(r.where())
                 states.append(state)
-        error = report.hang_error(limit or 0.0, states, stacks)
+        error = report.hang_error(limit, states, stacks)
         self._end(str(error).split("\n")[0])
         return error
 
@@ -355,15 +364,18 @@ class _Interrupts:
 def _environment(values: dict[str, str]) -> Iterator[None]:
     """Change this process's environment for a moment, and hold interrupts back from those that start in it."""
     old = {name: os.environ.get(name) for name in values}
-    block = getattr(signal, "pthread_sigmask", lambda *_: set())
-    mask = block(getattr(signal, "SIG_BLOCK", 0), [signal.SIGINT])
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT]) if hasattr(signal, "pthread_sigmask") else None
     os.environ.update(values)
     try:
         yield
     finally:
         for name, value in old.items():
-            os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
-        block(getattr(signal, "SIG_SETMASK", 0), mask)
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+        if mask is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _cores() -> int:

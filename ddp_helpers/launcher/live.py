@@ -46,6 +46,7 @@ class Ranks:
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Call `fn(*args)` on every rank and return the results in rank order (tensors as CPU copies)."""
+        __tracebackhide__ = True
         return self._pool.run("call", *travel.dumps_call(fn, args), timeout=self.timeout)
 
     def push(self, **variables: Any) -> None:
@@ -59,21 +60,23 @@ class Ranks:
         """
         for name in names:
             ast.parse(name, "pull", mode="eval")
+        __tracebackhide__ = True
         values = [self._pull(name) for name in names]
         return values[0] if len(names) == 1 else tuple(values)
 
     def _pull(self, name: str) -> list[Any]:
+        __tracebackhide__ = True
         try:
             return self._pool.run("pull", name, timeout=self.timeout)
         except report.RankError as error:
             if error.type == "NameError":
-                error.args = (
-                    f"rank {error.rank} has no variable '{error.name}': assign it in a %%ranks cell that every rank runs",
-                )
+                text = f"rank {error.rank} has no variable '{error.name}'"
+                error.args = (f"{text}: assign it in a %%ranks cell that every rank runs",)
             raise
 
     def execute(self, source: str, label: str = "cell", *, timeout: float | None = None) -> None:
-        """Run plain Python code in every rank's namespace and show a last expression's value; `label` names it in tracebacks."""
+        """Run plain Python code in every rank's namespace, as a %%ranks cell does; `label` names it in tracebacks."""
+        __tracebackhide__ = True
         check_source(source, label)
         try:
             self._pool.run("cell", source, label, timeout=timeout or self.timeout)
@@ -115,6 +118,16 @@ def _notebook() -> dict[str, Any]:
     return shell.user_ns if shell is not None else {}
 
 
+def _running_cell() -> str:
+    """Return the label of the notebook cell that is on the call stack."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if label := travel.cell_label(frame.f_code.co_filename):
+            return label
+    return "cell"
+
+
 def load_ipython_extension(shell: Any) -> None:
     """Make `%%ranks` known: `%%ranks [NAME] [--timeout SECONDS]` runs the cell on the newest or the named Ranks."""
     parser = argparse.ArgumentParser("%%ranks", exit_on_error=False, add_help=False)
@@ -127,14 +140,15 @@ def load_ipython_extension(shell: Any) -> None:
         options = parser.parse_args(shlex.split(line))
         ranks = shell.user_ns.get(options.name) if options.name else _newest()
         if not isinstance(ranks, Ranks):
-            raise RuntimeError(f"there are no live ranks {options.name or ''}: run `ranks = Ranks(2)` in a cell first")
-        ranks.execute("\n" + cell, f"cell {shell.execution_count}", timeout=options.timeout)
+            name = options.name or "ranks"
+            raise RuntimeError(f"there are no live ranks: run `{name} = Ranks(2)` in a cell first")
+        ranks.execute("\n" + cell, _running_cell(), timeout=options.timeout)
 
     def hint(result: Any) -> None:
         error, ranks = result.error_in_exec, _newest()
-        if isinstance(error, NameError) and error.name and ranks and not ranks._pool.ended:
-            if any(ranks.pull(f"{error.name!r} in globals()")):
-                print(f"'{error.name}' lives on the ranks: ranks.pull('{error.name}') brings it home")
+        name = error.name if isinstance(error, NameError) else None
+        if name and ranks and not ranks._pool.ended and any(ranks.pull(f"{name!r} in globals()")):
+            print(f"'{name}' lives on the ranks: ranks.pull('{name}') brings it home")
 
     shell.register_magic_function(ranks_magic, "cell", "ranks")
     shell.events.register("post_run_cell", hint)

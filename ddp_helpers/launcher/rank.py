@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from typing import Any, NoReturn, TypeVar
 
 from . import travel
@@ -44,15 +44,16 @@ def platform() -> dict[str, Any]:
 def main(rank: int, ends: Any, world_size: int, once: bool, port: int) -> NoReturn:
     """Run as rank `rank` until told to leave. Never returns, and never raises into torch's wrapper."""
     try:
-        _live(rank, *ends, world_size, once, port)
+        _live(rank, ends, world_size, once, port)
     except BaseException:
         traceback.print_exc()
     os._exit(1)
 
 
-def _live(rank: int, control: Any, out: Any, dump: Any, world_size: int, once: bool, port: int) -> NoReturn:
+def _live(rank: int, ends: Any, world_size: int, once: bool, port: int) -> NoReturn:
     """Set torchrun's variables, catch all output, serve commands."""
     global _link
+    control, out, dump = ends
     _link = control
     if hasattr(os, "setsid"):
         os.setsid()  # an interrupt of the notebook's process group is not one of the ranks
@@ -60,8 +61,10 @@ def _live(rank: int, control: Any, out: Any, dump: Any, world_size: int, once: b
     os.dup2(out.fileno(), 1)
     os.dup2(out.fileno(), 2)
     out.close()
-    sys.stdout = sys.__stdout__ = open(1, "w", 1, "utf-8", "backslashreplace", closefd=False)  # type: ignore[misc]
-    sys.stderr = sys.__stderr__ = open(2, "w", 1, "utf-8", "backslashreplace", closefd=False)  # type: ignore[misc]
+    for fd, name in ((1, "stdout"), (2, "stderr")):
+        stream = os.fdopen(fd, "w", 1, "utf-8", "backslashreplace", closefd=False)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
     faulthandler.enable(dump.fileno())
     if hasattr(signal, "SIGUSR2"):
         faulthandler.register(signal.SIGUSR2, dump.fileno())
@@ -170,6 +173,7 @@ def _serve(command: str, message: list[Any], namespace: dict[str, Any], rank: in
     """
     global _busy, _stores
     _busy, _stores = True, 0
+    result: Any = None
     try:
         if command == "call":
             data, sources = message
@@ -177,10 +181,9 @@ def _serve(command: str, message: list[Any], namespace: dict[str, Any], rank: in
             function, args = travel.loads(data)
             result = function(*args) if rank is None else function(rank, *args)
         elif command == "cell":
-            result = _run_cell(*message, namespace)
+            _run_cell(message[0], message[1], namespace)
         elif command == "push":
             namespace.update(travel.loads(message[0]))
-            result = None
         else:  # pull
             result = eval(message[0], namespace)
         try:
@@ -241,7 +244,8 @@ def user_frame(frames: list[tuple[str, int]]) -> tuple[str, int] | None:
     libraries = (os.path.dirname(os.__file__), HERE, "<")
     cells = [f for f in frames if f[0].startswith("cell ")]
     own = [f for f in frames if not f[0].startswith(libraries) and "site-packages" not in f[0]]
-    return (cells or own or frames or [None])[-1]
+    found = cells or own or frames
+    return found[-1] if found else None
 
 
 def _interrupt(*_: Any) -> None:
@@ -291,7 +295,7 @@ def progress(iterable: Iterable[T], text: str = "") -> Iterator[T]:
     Any rank may call it; the bar is live in JupyterLab and in a terminal and leaves nothing behind. Outside
     a rank it only iterates.
     """
-    total = len(iterable) if hasattr(iterable, "__len__") else None
+    total = len(iterable) if isinstance(iterable, Sized) else None
     shown = 0.0
     for done, item in enumerate(iterable):
         if _link is not None and time.monotonic() - shown > 0.1:
