@@ -100,7 +100,7 @@ def load_mnist(root: str | Path, train: bool) -> BatchedDataset:
 
 def normalize(images: Tensor) -> Tensor:
     """Turn uint8 images [b, h, w] into float32 [b, 1, h, w] with MNIST's mean 0.1307 and deviation 0.3081."""
-    return images.unsqueeze(1).to(torch.float32).div_(255).sub_(0.1307).div_(0.3081)
+    return images.unsqueeze(1).to(torch.float32).div(255).sub_(0.1307).div_(0.3081)
 
 
 class BatchedDataset(Dataset[tuple[Tensor, Tensor]]):
@@ -154,7 +154,7 @@ def read_folder(folder: Path, files: dict[str, str | None]) -> dict[str, bytes]:
         shape = [int.from_bytes(data[i : i + 4], "big") for i in range(4, 4 + 4 * data[3], 4)] if data[3:] else []
         size = 4 + 4 * len(shape) + math.prod(shape)
         if not shape or len(data) != size:
-            faults.append(f"{path} is damaged: {len(data):,} bytes instead of {size:,}")
+            faults.append(f"{path} is damaged: its {len(data):,} bytes don't fit its header")
         elif md5 and hashlib.md5(data, usedforsecurity=False).hexdigest() != md5:
             faults.append(f"{path} is not the expected file: {shape[0]:,} items, md5 other than {md5}")
         contents[name] = data

@@ -52,17 +52,17 @@ def train_epoch(
     model.train()
     total = torch.zeros((), dtype=torch.float64, device=device)  # on the device: .item() in each step would wait for it
     seen, shard_size = 0, len(loader.sampler)  # type: ignore[arg-type]
-    for step, (inputs, labels) in enumerate(loader):
+    for step, (inputs, labels) in enumerate(loader, start=1):
         inputs, labels = inputs.to(device), labels.to(device)
         optimizer.zero_grad()
         loss = loss_fn(model(inputs), labels)
         loss.backward()
         optimizer.step()
+        seen += len(labels)
+        total += loss.detach().double() * len(labels)
         if log_every and step % log_every == 0 and rank() == 0:
             percent = f"{100 * seen / shard_size:.0f}%"
             print(f"Train Epoch: {epoch} [{seen}/{shard_size} ({percent})]  Loss: {loss.item():.6f}")
-        seen += len(labels)
-        total += loss.detach().double() * len(labels)
     sums = torch.stack([total, total.new_tensor(seen)]).to(collective_device())
     if is_initialized():
         dist.all_reduce(sums)

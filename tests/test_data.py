@@ -193,12 +193,12 @@ def test_setting_chooses_the_set(small: dict[str, bytes], tmp_path: Path, monkey
 def truncate(raw: Path) -> str:
     path = raw / "train-images-idx3-ubyte"
     path.write_bytes(path.read_bytes()[:-1000])
-    return r"train-images-idx3-ubyte is damaged: [\d,]+ bytes instead of"
+    return f"train-images-idx3-ubyte is damaged: its {path.stat().st_size:,} bytes don't fit its header"
 
 
 def empty(raw: Path) -> str:
     (raw / "t10k-labels-idx1-ubyte").write_bytes(b"")
-    return "t10k-labels-idx1-ubyte is damaged: 0 bytes"
+    return "t10k-labels-idx1-ubyte is damaged: its 0 bytes"
 
 
 def remove(raw: Path) -> str:
@@ -208,7 +208,7 @@ def remove(raw: Path) -> str:
 
 def replace_by_text(raw: Path) -> str:
     (raw / "train-labels-idx1-ubyte").write_text("<html>Forbidden</html>")
-    return "train-labels-idx1-ubyte is damaged: 22 bytes"
+    return "train-labels-idx1-ubyte is damaged: its 22 bytes"
 
 
 def alter(raw: Path) -> str:
@@ -583,6 +583,8 @@ def test_normalize_leaves_the_images_alone():
     images = torch.full((2, 28, 28), 255, dtype=torch.uint8)
     assert torch.allclose(normalize(images), torch.full((2, 1, 28, 28), (1 - 0.1307) / 0.3081))
     assert torch.equal(images, torch.full_like(images, 255))
+    floats = images.float()
+    assert torch.equal(normalize(floats), normalize(images)) and torch.equal(floats, images.float())
 
 
 @needs_fork

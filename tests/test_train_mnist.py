@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from ddp_helpers import devices, launch, train_mnist
-from ddp_helpers.data import BatchedDataset, load_mnist, prepare_mnist
+from ddp_helpers.data import BatchedDataset, load_mnist, normalize, prepare_mnist
 from ddp_helpers.models import MLP
 from ddp_helpers.train_mnist import Config, cli, main
 
@@ -120,7 +120,6 @@ def test_local_rank_0_prepares_while_the_others_wait(two: Any) -> None:
 def test_rank_0_alone_logs(two: Any) -> None:
     lines = [re.sub(r"\d\.\d+$", "…", re.sub(r"\d+/1999 \(\d\d\.\d\d%\)", "…", line)) for line in two[1].splitlines()]
     assert lines == [
-        "[rank 0] Train Epoch: 1 [0/6000 (0%)]  Loss: …",
         "[rank 0] Train Epoch: 1 [2560/6000 (43%)]  Loss: …",
         "[rank 0] Train Epoch: 1 [5120/6000 (85%)]  Loss: …",
         "[rank 0] Test accuracy: …, loss …",
@@ -226,7 +225,7 @@ def test_launch_and_torchrun_end_with_the_same_weights(tmp_path: Path) -> None:
         done = command([*arguments, "--epochs", "2"], tmp_path)
         assert done.returncode == 0, done.stderr
         lines = done.stdout.replace("[rank 0] ", "").splitlines()
-        assert sum(line.startswith("Train Epoch: ") for line in lines) == 6
+        assert sum(line.startswith("Train Epoch: ") for line in lines) == 4
         assert re.fullmatch("fingerprint: [0-9a-f]{16}", lines[-1])
         ends[way] = lines
     assert ends["launch"] == ends["torchrun"]
@@ -239,13 +238,25 @@ def test_torchrun_ends_with_status_0_each_time(tmp_path: Path) -> None:
     assert len({end.stdout for end in ends}) == 1
 
 
+def in_float64(r: int, config: Config) -> dict[str, Any]:
+    """Run the program in double precision, where rounding can't hide a difference in the maths."""
+
+    def load(root: Path, train: bool) -> BatchedDataset:
+        data = load_mnist(root, train)
+        return BatchedDataset(data.images, data.labels, lambda images: normalize(images).double())
+
+    train_mnist.load_mnist, train_mnist.MLP = load, lambda: MLP().double()
+    return main(r, config)
+
+
 @pytest.mark.slow
-def test_ten_epochs_on_two_ranks_stay_with_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
+def test_five_epochs_are_the_same_maths_on_one_rank_and_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    # In float32 the two drift apart from the fourth epoch on, as two single processes do whose initial weights differ
+    # by 1e-7: a unit at the edge of its ReLU, and Adam, which makes full steps of small gradients.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(devices, "pick", lambda: ("gloo", torch.device("cpu")))
-    config = Config(data="subset", log_every=0)
-    two = launch(main, (config,), nprocs=2)
-    one = main(0, config)
-    assert apart(one["weights"], two[0]["weights"]) < 1e-4
-    assert one["accuracy"] > 0.94 and two[0]["accuracy"] > 0.94
+    config = Config(data="subset", epochs=5, log_every=0)
+    one, two = (launch(in_float64, (config,), nprocs=n)[0] for n in (1, 2))
+    assert (one["world_size"], two["world_size"]) == (1, 2)
+    assert next(iter(two["weights"].values())).dtype == torch.float64
+    assert apart(one["weights"], two["weights"]) < 1e-10
+    assert one["correct"] == two["correct"] > 0.9 * 1999

@@ -22,7 +22,7 @@ loader = DataLoader(train, batch_size=256 // dist.get_world_size(), sampler=samp
 
 torch.manual_seed(0)
 model = DistributedDataParallel(MLP().to(device))
-optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
 for epoch in range(1, 4):
     sampler.set_epoch(epoch)
@@ -41,8 +41,7 @@ def accuracy(model: torch.nn.Module) -> float:
     return correct / len(test)
 
 
-model = model.module  # the wrapper has done its work
 if dist.get_rank() == 0:
-    print(f"accuracy: {accuracy(model):.4f}")
-    torch.save(model.state_dict(), "mnist.pt")
+    print(f"accuracy: {accuracy(model.module):.4f}")
+    torch.save(model.module.state_dict(), "mnist.pt")
 dist.destroy_process_group()

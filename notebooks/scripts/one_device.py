@@ -17,7 +17,7 @@ loader = DataLoader(train, batch_size=256, sampler=sampler, collate_fn=BatchedDa
 
 torch.manual_seed(0)
 model = MLP().to(device)
-optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
 for epoch in range(1, 4):
     order.manual_seed(epoch)
