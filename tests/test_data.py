@@ -333,7 +333,8 @@ class MirrorHandler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.asked += 1
-        if self.server.stalled:
+        if self.server.stalled and not self.server.again.is_set():
+            self.server.left = True
             self.server.again.set()
         body = self.server.files[self.path]
         probe = self.headers.get("Method") == "HEAD"  # torchvision follows redirects first and reads no body
@@ -353,8 +354,10 @@ class MirrorHandler(BaseHTTPRequestHandler):
             return None
         if how == "stall":
             self.server.stalled = True
-            self.server.left = self.server.again.wait(5)
+            self.server.again.wait(5)
+            self.server.again.set()  # too late now
             return None
+        self.server.served[self.path] += how in ("", "slow")  # whole files only; before the client can go on
         if how == "cut":
             body = body[: len(body) // 2]
         if how == "slow":
@@ -364,7 +367,6 @@ class MirrorHandler(BaseHTTPRequestHandler):
                 time.sleep(0.03)
         else:
             self.wfile.write(body)
-        self.server.served[self.path] += how in ("", "slow")  # whole files only
         self.close_connection = True
         return None
 

@@ -115,7 +115,10 @@ def on_each_rank(r: int) -> dict[str, Any]:
     found["large loss"] = evaluate(Table(), a_large_loss(), 1)
     ddp = DistributedDataParallel(normed())
     ddp.module[0].running_mean += 3 * r
-    found["normed"] = evaluate(ddp, samples(10), 1)  # 4, 3 and 3 batches: through the wrapper this would hang
+    passes: list[Any] = []
+    ddp.register_forward_pre_hook(lambda module, inputs: passes.append(inputs))
+    found["normed"] = evaluate(ddp, samples(10), 1)  # 4, 3 and 3 batches: the wrapper would broadcast in each
+    found["passes through the wrapper"] = len(passes)
     found["mean after"] = ddp.module[0].running_mean.tolist()
     ddp.broadcast_buffers = False
     ddp.module[0].running_mean += 3 * r
@@ -148,7 +151,7 @@ def test_every_rank_has_the_same_numbers(results: list[dict[str, Any]]) -> None:
 def test_batch_norm_is_evaluated_with_the_buffers_of_rank_0(results: list[dict[str, Any]]) -> None:
     assert same(results[0]["normed"], truth(normed(), samples(10)))
     assert not same(truth(normed(1), samples(10)), truth(normed(), samples(10)))  # else this shows nothing
-    assert all(r["mean after"] == [0.0] * 5 for r in results)
+    assert all(r["mean after"] == [0.0] * 5 and r["passes through the wrapper"] == 0 for r in results)
 
 
 def test_buffers_stay_apart_where_the_wrapper_leaves_them_apart(results: list[dict[str, Any]]) -> None:
