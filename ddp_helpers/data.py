@@ -16,6 +16,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -128,7 +129,7 @@ class BatchedDataset(Dataset[tuple[Tensor, Tensor]]):
         return self.transform(images) if self.transform else images, self.labels.index_select(0, index)
 
     @staticmethod
-    def collate(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def collate(batch: Any) -> Any:
         """Return the batch as it is: `__getitems__` made it."""
         return batch
 

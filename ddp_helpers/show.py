@@ -66,6 +66,27 @@ def data_flow(samples: int, world_size: int = 2, batch: int = 128) -> None:
     plt.show()
 
 
+def namespaces(notebook: Mapping[str, object], ranks: Sequence[Mapping[str, object]]) -> None:
+    """Draw where variables live: the notebook's on the left, each rank's on the right, in rank order."""
+
+    def lines(title: str, variables: Mapping[str, object]) -> str:
+        return "\n".join([title, *(f"{name} = {value}" for name, value in variables.items())])
+
+    _, axes = _canvas(8, 0.2 + 1.1 * len(ranks))
+    top = 1.2 * len(ranks) - 0.2
+    _box(axes, 0, 0, 2.2, top, lines("the notebook", notebook), "#444444")
+    for rank, variables in enumerate(ranks):
+        y = top - 1.2 * rank - 1
+        _box(axes, 6.2, y, 2.2, 1, lines(f"rank {rank}", variables), RANK[rank])
+        _arrow(axes, (2.25, y + 0.62), (6.15, y + 0.62))
+        _arrow(axes, (6.15, y + 0.38), (2.25, y + 0.38))
+        for height, name in ((0.8, "ranks.push(name=value)"), (0.18, 'ranks.pull("name")')):
+            axes.text(4.2, y + height, name, ha="center", va="center", color=INK, fontsize=9, family="monospace")
+    axes.set(xlim=(-0.1, 8.5), ylim=(-0.1, top + 0.1), aspect="equal")
+    axes.axis("off")
+    plt.show()
+
+
 def loss_curves(curves: Mapping[str, Sequence[float]], smooth: int = 10) -> None:
     """Draw the loss of each run against its step, as the mean of `smooth` steps; later curves are dashed."""
     _, axes = _canvas(7, 3.2)
