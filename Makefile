@@ -5,7 +5,7 @@ PYTHON ?= python3
 PIP_ARGS ?=
 NB ?= 06
 
-.PHONY: lab test run soak bench check
+.PHONY: lab test run full soak bench check
 lab: $(VENV)/ready
 	$(BIN)/jupyter lab $(LAB_ARGS) notebooks/00_check_your_machine.ipynb
 
@@ -14,6 +14,9 @@ test: $(VENV)/ready
 
 run: $(VENV)/ready
 	$(BIN)/python tools/run_notebook.py $(NB)
+
+full: $(VENV)/ready
+	DDP_MNIST=full $(BIN)/jupyter nbconvert --to notebook --execute --output-dir $$(mktemp -d) notebooks/06_train_mnist.ipynb
 
 soak: $(VENV)/ready
 	$(BIN)/python tools/soak.py $(NB)
