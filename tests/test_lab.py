@@ -1,10 +1,13 @@
 """`make lab` serves JupyterLab, and a notebook runs through the server's own kernel."""
 
+import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
+import time
+import urllib.error
 import urllib.request
 import uuid
 from pathlib import Path
@@ -19,27 +22,31 @@ TOKEN = "reader"
 
 @pytest.fixture
 def server(tmp_path):
-    """Start what `make lab` starts, on a free port and without a browser; yield its address."""
+    """Start what `make lab` starts, on a free port and without a browser; yield its address once it answers."""
     arguments = f"--no-browser --allow-root --port=0 --ServerApp.port_retries=0 --IdentityProvider.token={TOKEN}"
     environment = {**os.environ, "JUPYTER_CONFIG_DIR": str(tmp_path), "JUPYTER_RUNTIME_DIR": str(tmp_path / "runtime")}
-    process = subprocess.Popen(
-        ["make", "lab", f"LAB_ARGS={arguments}"],
-        cwd=ROOT,
-        env=environment,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        command = ["make", "lab", f"LAB_ARGS={arguments}"]
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True)
     try:
-        for line in process.stderr:
-            if found := re.search(r"(http://(?:127\.0\.0\.1|localhost):\d+)/lab", line):
-                break
-        else:
-            pytest.fail("JupyterLab did not start")
-        yield found[1]
+        yield wait_until_it_answers(process, log)
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def wait_until_it_answers(process: subprocess.Popen, log: Path, seconds: float = 90.0) -> str:
+    """Return the server's address; it prints the address before it listens, so ask until there is an answer."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and process.poll() is None:
+        found = re.search(r"http://(?:127\.0\.0\.1|localhost):(\d+)/lab", log.read_text())
+        if found:
+            with contextlib.suppress(urllib.error.URLError):
+                call(f"http://127.0.0.1:{found[1]}/api/status")
+                return f"http://127.0.0.1:{found[1]}"
+        time.sleep(0.2)
+    raise AssertionError(f"JupyterLab did not answer; its log:\n{log.read_text()}")
 
 
 def call(url: str, data: dict | None = None) -> dict | str:
