@@ -40,7 +40,7 @@ class Config:
     global_batch: int = _option(256, "samples per step over all ranks; each rank takes an equal part")
     lr: float = _option(1e-3, "learning rate of Adam")
     seed: int = _option(0, "seed of the initial weights and of the order of the samples")
-    log_every: int = _option(20, "steps between two log lines; 0 prints none")
+    log_every: int = _option(20, "steps between two log lines; 0 prints the fingerprint alone")
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -99,7 +99,7 @@ def main(rank: int, config: Config) -> dict[str, Any]:
         sampler.set_epoch(epoch)
         losses.append(train_epoch(ddp, loader, optimizer, epoch, device, config.log_every))
     score = evaluate(ddp, test, batch_size=1000, device=device)
-    if rank == 0:
+    if rank == 0 and config.log_every:
         print(f"Test accuracy: {score.correct}/{score.count} ({score.accuracy:.2%}), loss {score.loss:.4f}")
 
     # 7. Clean up: the wrapper must be gone before the group is.

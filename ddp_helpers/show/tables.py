@@ -18,19 +18,19 @@ class SideBySide:
         self.changed = sum(bool(right) for _, right, changed in self.rows if changed)
 
     def _repr_html_(self) -> str:
-        def cell(text: str, colour: str) -> str:
-            style = (
-                f"text-align:left;white-space:pre;font-family:monospace;color:#222;background:{colour};padding:0 8px"
-            )
-            return f'<td style="{style}">{html.escape(text) or "&nbsp;"}</td>'
+        style = "text-align:left;vertical-align:top;white-space:pre-wrap;overflow-wrap:anywhere;padding:0 6px;"
+        style += "font:11px/1.4 monospace;color:#222"
 
-        head = "".join(f'<th style="text-align:left">{name}</th>' for name in self.names)
+        def cell(text: str, colour: str) -> str:
+            return f'<td style="{style};background:{colour}">{html.escape(text) or "&nbsp;"}</td>'
+
+        head = "".join(f'<th style="text-align:left;width:50%">{name}</th>' for name in self.names)
         old, new, same = "#ffe3cf", "#d5f0e3", "#fff"
         body = "".join(
             f"<tr>{cell(a, old if changed and a else same)}{cell(b, new if changed and b else same)}</tr>"
             for a, b, changed in self.rows
         )
-        return f"<table><tr>{head}</tr>{body}</table>"
+        return f'<table style="table-layout:fixed;width:100%"><tr>{head}</tr>{body}</table>'
 
     def __repr__(self) -> str:
         return f"{self.names[0]} and {self.names[1]}: {self.changed} new or changed lines"

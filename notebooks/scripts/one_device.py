@@ -13,7 +13,8 @@ root = prepare_mnist()
 train, test = load_mnist(root, train=True), load_mnist(root, train=False)
 order = torch.Generator()
 sampler = RandomSampler(train, generator=order)
-loader = DataLoader(train, batch_size=256, sampler=sampler, collate_fn=BatchedDataset.collate)
+batch = 256
+loader = DataLoader(train, batch_size=batch, sampler=sampler, collate_fn=BatchedDataset.collate)
 
 torch.manual_seed(0)
 model = MLP().to(device)
