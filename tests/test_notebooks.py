@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import base64
 import copy
+import functools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -344,6 +345,44 @@ def words(nb: NotebookNode, folder: Path) -> Iterator[str]:
                 yield f"cell {i}: {name}: {instead}"
 
 
+@rule
+def same_code_as_helpers(nb: NotebookNode, folder: Path) -> Iterator[str]:
+    helpers = helper_code()
+    for i, cell in cells(nb, "code"):
+        for name, code in definitions(cell.source):
+            if name != "main" and name in helpers and code not in helpers[name]:
+                yield f"cell {i}: {name} is not the {name} of ddp_helpers: show the same code, or use another name"
+
+
+def definitions(source: str) -> Iterator[tuple[str, str]]:
+    """Yield (name, code) of the functions and classes in a cell or module; docstrings and annotations left out."""
+    try:
+        tree = ast.parse(re.sub(r"^[%!].*", "", source, flags=re.MULTILINE))
+    except SyntaxError:
+        return
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            for inner in ast.walk(node):
+                if isinstance(inner, (ast.FunctionDef, ast.ClassDef)):
+                    if ast.get_docstring(inner) is not None and len(inner.body) > 1:
+                        del inner.body[0]
+                    if isinstance(inner, ast.FunctionDef):
+                        inner.returns = None
+                if isinstance(inner, ast.arg):
+                    inner.annotation = None
+            yield node.name, ast.unparse(node)
+
+
+@functools.cache
+def helper_code() -> dict[str, list[str]]:
+    """Return the code of each function and class of ddp_helpers, by name."""
+    found: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "ddp_helpers").rglob("*.py")):
+        for name, code in definitions(path.read_text(encoding="utf-8")):
+            found.setdefault(name, []).append(code)
+    return found
+
+
 # The series
 
 
@@ -553,6 +592,7 @@ BROKEN: dict[str, tuple[Callable[[NotebookNode], object], str]] = {
     "four ignored cells": (lambda nb: [tag(i, IGNORED)(nb) for i in (1, 3, 9)], "4 cells are tagged"),
     "no reason": (swap(6, "compared", "`compared`"), "why its output is not compared"),
     "comment for nbval": (swap(3, "x = 1", "# NBVAL_IGNORE_OUTPUT\nx = 1"), "comment that steers nbval"),
+    "another shard": (swap(3, "x = 1", "def shard(n, rank, world_size):\n    return range(n)"), "not the shard of"),
     "long float": (prints("loss 0.31234\n"), "'0.31234', a float"),
     "long float as a result": (output(3, "execute_result", {"text/plain": "1.000001"}), "a float"),
     "long float in an error": (lambda nb: nb.cells[5].outputs[0].update(evalue="0.31234"), "a float"),
@@ -605,6 +645,11 @@ ALLOWED: dict[str, Callable[[NotebookNode], object]] = {
     "a link to the web and within": swap(4, "It fails.", "[a](https://example.org/a) [b](#First)"),
     "a link in code": swap(4, "It fails.", "`[a](nowhere.md)`\n\n```\n[a](nowhere.md)\n```\n"),
     "an image in HTML": swap(4, "It fails.", '<img src="figures/ranks.png" alt="Two ranks">'),
+    "a helper's code without its types": swap(
+        3,
+        "x = 1",
+        f"x = 1\n{next(code for code in helper_code()['rank'] if 'get_rank' in code)}",
+    ),
     "a simple word": swap(4, "It fails.", "Simple."),
     "magics": swap(3, "x = 1", "%time x = 1\n!ls"),
 }

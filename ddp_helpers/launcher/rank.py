@@ -6,6 +6,7 @@ import builtins
 import contextlib
 import ctypes
 import faulthandler
+import importlib
 import linecache
 import multiprocessing
 import os
@@ -80,13 +81,20 @@ def _live(rank: int, ends: Any, world_size: int, once: bool, port: int) -> NoRet
     _send("ready", threading.main_thread().ident)
     while True:
         if not once and not control.poll(0.5):
-            import torch._dynamo  # noqa: F401  (1 s that the first DDP() would cost, paid while nobody waits)
+            _import_ahead(control)
         command, *message = control.recv()
         if command == "leave":
             _leave()
         _serve(command, message, namespace, rank if once else None)
         if once:
             _leave()
+
+
+def _import_ahead(control: Any) -> None:
+    """Import what the first DDP() needs, 1 s, while nobody waits; in parts: a cell that comes waits for one."""
+    for name in ("sympy", "torch.fx.experimental.symbolic_shapes", "torch.distributed.fsdp", "torch._dynamo"):
+        if not control.poll():
+            importlib.import_module(name)
 
 
 def _no_death_signal() -> None:

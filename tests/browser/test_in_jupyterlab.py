@@ -52,7 +52,7 @@ def write(lab: Lab, name: str, *sources: str) -> str:
 
 
 def outputs(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
-    """Return the outputs that say something: a finished bar leaves an empty one, which shows and compares as nothing."""
+    """Return the outputs that say something: a finished bar leaves an empty one, which compares as nothing."""
     return [output for output in cell.get("outputs", []) if output.get("data") != {}]
 
 
