@@ -434,6 +434,20 @@ def test_descendants_end_with_their_rank(tmp_path):
     assert pids and gone(pids, 1)
 
 
+def test_a_process_that_is_just_executing_a_program_is_not_overlooked(tmp_path):
+    script = tmp_path / "again.sh"
+    script.write_text('#!/bin/sh\nexec "$0"\n')
+    script.chmod(0o755)
+    for i in range(60):  # one look misses it in 4 of 100
+        process = subprocess.Popen([script], env={**os.environ, "MARK_OF_THIS_TEST": f"{os.getpid()}-{i}-"})
+        time.sleep(0.01)
+        reaper.end_marked(f"MARK_OF_THIS_TEST={os.getpid()}-{i}-")
+        try:
+            assert process.wait(1) == -signal.SIGKILL
+        finally:
+            process.kill()
+
+
 def test_launch_runs_atexit_handlers_and_shows_what_they_print(capsys):
     def work(rank):
         import atexit

@@ -16,11 +16,22 @@ def marked(mark: str) -> list[int]:
     """Return the ids of the living processes whose environment at their start held `mark` (Linux; else none)."""
     found = []
     for entry in os.listdir("/proc") if os.path.isdir("/proc") else ():
-        if entry.isdigit() and int(entry) != os.getpid():
-            with contextlib.suppress(OSError), open(f"/proc/{entry}/environ", "rb") as file:
-                if mark.encode() in file.read():
-                    found.append(int(entry))
+        if entry.isdigit() and int(entry) != os.getpid() and mark.encode() in _environ(f"/proc/{entry}"):
+            found.append(int(entry))
     return found
+
+
+def _environ(process: str) -> bytes:
+    """Return a process's environment, b"" if it can't be read. It is empty for a moment while a program is executed."""
+    data = b""
+    with contextlib.suppress(OSError):
+        for _ in range(20):
+            with open(f"{process}/environ", "rb") as file:
+                data = file.read()
+            if data or not os.path.exists(f"{process}/exe"):  # a zombie or a kernel thread has neither
+                break
+            time.sleep(0.0005)
+    return data
 
 
 def end_marked(mark: str, seconds: float = 2.0) -> None:
