@@ -133,7 +133,7 @@ def compared_fields(output: NotebookNode) -> Iterator[tuple[NotebookNode, str]]:
         yield output, "ename"
         yield output, "evalue"
     else:
-        for key in output.data:
+        for key in sorted(output.data):  # a saved file has them in this order
             if key not in ("image/png", "image/jpeg"):
                 yield output.data, key
 
