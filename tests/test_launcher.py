@@ -387,6 +387,23 @@ def test_the_hang_report_says_where_each_rank_is(live, capsys, stuck, state):
     assert "[rank 0] shown\n[rank 1] shown\n" in capsys.readouterr().out
 
 
+def test_where_asks_from_another_thread_and_disturbs_nothing(live, capsys):
+    assert live.where() == "rank 0 finished\nrank 1 finished"
+    live.execute("import os, time")
+    answers = []
+    thread = threading.Timer(1.0, lambda: answers.append(live.where()))
+    thread.start()
+    source = "if os.environ['RANK'] == '1':\n    print('done early')\nelse:\n    time.sleep(3)\nresult = 5"
+    live.execute(source, "cell 9")
+    thread.join()
+    assert answers == [
+        'rank 0 is in cell 9 line 4\n  File "cell 9", line 4, in <module>\nrank 1 finished\n[rank 1] done early'
+    ]
+    assert live.pull("result") == [5, 5] and capsys.readouterr().out == "[rank 1] done early\n"
+    live.close()
+    assert live.where() == "rank 0 has ended\nrank 1 has ended"
+
+
 def test_output_and_progress_are_signs_of_life(live):
     live.execute("import time\nfor _ in range(6):\n    time.sleep(0.3); print('.')", timeout=0.9)
     live.execute("from ddp_helpers import progress\nfor _ in progress(range(6)): time.sleep(0.3)", timeout=0.9)

@@ -70,7 +70,9 @@ class _Rank:
         return data
 
     def where(self) -> str:
-        """Return the stacks of a rank that is stuck, be it in C++ or holding the GIL."""
+        """Return the stacks of a rank that is stuck, be it in C++ or holding the GIL; "" where that can't be asked."""
+        if not hasattr(signal, "SIGUSR2"):
+            return ""
         self.read(self.dump)
         os.kill(self.process.pid, signal.SIGUSR2)
         text = b""
@@ -105,6 +107,8 @@ class Pool:
         self._stores: dict[int, tuple[dist.TCPStore, int]] = {}
         self._new_stores: dict[int, tuple[dist.TCPStore, int]] = {}
         self._lock = threading.Lock()
+        self._looking = threading.Lock()  # one at a time reads the dump pipes
+        self._screen = report.Screen(nprocs)
         self._mark = f"{os.getpid()}-{uuid.uuid4().hex}"
         self._guard: subprocess.Popen | None = None
         self._address = socket.socket()  # bound, never listening: MASTER_PORT while it is the launcher's
@@ -140,7 +144,7 @@ class Pool:
         try:
             self._check()
             self._new_stores = {}
-            screen = report.Screen(len(self.ranks))
+            screen = self._screen = report.Screen(len(self.ranks))
             with _Interrupts() as interrupts:
                 try:
                     for r in self.ranks:
@@ -273,17 +277,26 @@ class Pool:
             )
         return error
 
+    def where(self) -> list[tuple[str, str]]:
+        """Return for each rank what it does, and its stack (innermost frame last) while it runs a command."""
+        found = []
+        with self._looking:
+            for r in self.ranks:
+                if self.ended or not r.busy:
+                    found.append(("has ended" if self.ended else "failed" if r.failure else "finished", ""))
+                elif not r.started:
+                    found.append(("has not started", ""))
+                else:
+                    state, _, stack = report.read_stack(r.where())
+                    found.append((state, stack))
+        return found
+
+    def waiting_output(self, rank: int) -> str:
+        """Return what a rank printed that is not shown yet, because a rank before it is still running."""
+        return self._screen.lines[rank].waiting()
+
     def _hang(self, limit: float) -> report.HangError:
-        states, stacks = [], {}
-        for r in self.ranks:
-            if not r.busy:
-                states.append("failed" if r.failure else "finished")
-            elif not r.started:
-                states.append("has not started")
-            else:
-                state, _, stacks[r.rank] = report.read_stack(r.where())
-                states.append(state)
-        error = report.hang_error(limit, states, stacks)
+        error = report.hang_error(limit, self.where())
         self._end(str(error).split("\n")[0])
         return error
 

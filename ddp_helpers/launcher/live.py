@@ -86,6 +86,17 @@ class Ranks:
                 error.args = (f"{error} ('{name}' lives in the notebook: ranks.push({name}={name}) sends it)",)
             raise
 
+    def where(self) -> str:
+        """Return what each rank does now, its stack, and what it printed that is not shown yet.
+
+        Any thread may ask while a cell runs on the ranks, and nothing is disturbed by it.
+        """
+        parts = []
+        for rank, (state, stack) in enumerate(self._pool.where()):
+            waiting = self._pool.waiting_output(rank)
+            parts.append("\n".join(filter(None, [f"rank {rank} {state}", stack, waiting.rstrip("\n")])))
+        return "\n".join(parts)
+
     def restart(self, nprocs: int | None = None) -> None:
         """End the ranks and start new ones, with empty namespaces and freshly imported modules."""
         self.close()

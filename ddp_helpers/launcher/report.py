@@ -120,14 +120,14 @@ def read_stack(dump: str) -> tuple[str, tuple[str, int] | None, str]:
     )
 
 
-def hang_error(limit: float, states: list[str], stacks: dict[int, str]) -> HangError:
+def hang_error(limit: float, found: list[tuple[str, str]]) -> HangError:
     """Make the error for ranks that gave no sign of life: a line for each rank, then what to look at first."""
-    lines = [f"rank {rank} {state}" for rank, state in enumerate(states)]
+    lines = [f"rank {rank} {state}" for rank, (state, _) in enumerate(found)]
     error = HangError(
         f"no sign of life for {limit:g} s: {'; '.join(lines)}.\n"
         "Every rank must reach the same collective calls in the same order: compare the lines above."
     )
-    parts = (f"rank {rank}, innermost frame last:\n{stack}" for rank, stack in stacks.items() if stack)
+    parts = (f"rank {rank}, innermost frame last:\n{stack}" for rank, (_, stack) in enumerate(found) if stack)
     error.__cause__ = RankTraceback("\n" + "\n".join(parts))
     return error
 
@@ -162,6 +162,10 @@ class Lines:
         while self.tail_bytes > HALF and len(self.tail) > 1:
             self.tail_bytes -= len(self.tail.popleft()) - len(self.prefix) - 1
             self.dropped += 1
+
+    def waiting(self) -> str:
+        """Return what was fed and not yet taken."""
+        return "".join([*self.head, *self.tail])
 
     def take(self, all_of_it: bool) -> str:
         """Return what can be shown now and forget it; the end of a long output only with `all_of_it`."""
