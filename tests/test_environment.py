@@ -46,6 +46,9 @@ def test_environment_yml_lists_what_pyproject_depends_on():
     assert conda[:2] == [f"python{project['requires-python']}", "pip"]
 
 
+SHOW = sorted(path.stem for path in (ROOT / "ddp_helpers/show").glob("[!_]*.py"))
+
+
 def package_imports(file: Path) -> set[str]:
     """Return the modules of the package that a module imports."""
     found = set()
@@ -79,6 +82,15 @@ def test_modules_say_what_must_be_copied_and_stay_small(module):
     assert text.count("\n") <= 260
 
 
+@pytest.mark.parametrize("module", SHOW)
+def test_figures_need_their_style_and_stay_small(module):
+    file = ROOT / "ddp_helpers/show" / f"{module}.py"
+    text = file.read_text()
+    assert package_imports(file) <= {"style"}
+    assert "needs" in (ast.get_docstring(ast.parse(text)) or "").split("\n\n")[0]
+    assert text.count("\n") <= 200
+
+
 def test_importing_the_package_is_light():
     heavy = ("torchvision", "matplotlib", "IPython")
     code = f"import sys, torch, ddp_helpers; print([m for m in {heavy} if m in sys.modules])"
@@ -87,7 +99,7 @@ def test_importing_the_package_is_light():
 
 def test_only_show_imports_matplotlib():
     for file in (ROOT / "ddp_helpers").rglob("*.py"):
-        if file.stem != "show":
+        if file.parent.name != "show":
             assert "import matplotlib" not in file.read_text(), file
 
 

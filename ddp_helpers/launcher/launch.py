@@ -270,7 +270,7 @@ class Pool:
             return KeyboardInterrupt("" if self.once else kept)
         if not failures:
             return None
-        error = report.error_from(failures)
+        error = report.error_from(failures, [r.rank for r in self.ranks if r.result is not None])
         if late or dead:
             self._end(
                 str(error) if not late else f"{error}; rank {late[0].rank} was still running {BACK_SECONDS:g} s later"

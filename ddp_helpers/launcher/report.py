@@ -58,7 +58,8 @@ class Failure:
         if self.ended:
             verb, _, reason = self.ended.partition(":")
             return f"rank {self.rank} {verb}{where}{reason and ':' + reason}"
-        return f"rank {self.rank} raised {self.type}{where}" + (f": {self.message}" if self.message else "")
+        message = "lost its connection to another rank" if self.consequence else self.message  # exact on every run
+        return f"rank {self.rank} raised {self.type}{where}" + (f": {message}" if message else "")
 
 
 def _place(place: tuple[str, int]) -> str:
@@ -89,10 +90,11 @@ def root_cause(failures: list[Failure]) -> Failure:
     return min(alike, key=lambda f: f.rank)
 
 
-def error_from(failures: list[Failure], after: str = "") -> RankError:
+def error_from(failures: list[Failure], finished: list[int]) -> RankError:
     """Make the error to raise; its cause holds the failing rank's traceback and the other ranks' lines."""
     cause = root_cause(failures)
-    error = RankError(cause.headline() + after)
+    early = f"; rank {finished[0]} had finished: did it make fewer collective calls?" if finished else ""
+    error = RankError(cause.headline() + (early if cause.consequence else ""))
     error.rank, error.type, error.place, error.name = cause.rank, cause.type, cause.place, cause.name
     lines = [cause.traceback.rstrip() or cause.headline()]
     for failure in sorted(failures, key=lambda f: f.rank):
