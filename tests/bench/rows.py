@@ -279,7 +279,7 @@ def soon(size: Size) -> Iterator[Pair]:
             raise Missing("The machine was so busy that the ranks idled for 0.5 s: measure again.")
 
 
-@row("no-op, ranks idle for 0.6 s before, once after the start / without")
+@row("no-op, ranks idle for 0.6 s before, once after the start / without", limit_ms=600)
 def later(size: Size) -> Iterator[Pair]:
     def measure() -> tuple[float, float]:
         with Ranks(size.nprocs) as ranks:
