@@ -25,6 +25,9 @@ START_SECONDS = 120.0  # without a rank that starts, while they start
 BACK_SECONDS = 3.0  # from a first failure until every rank must be back at its prompt
 CAUSE_SECONDS = 0.5  # the same in a launch, once a failure that is no consequence is known
 INTERRUPT_SECONDS = 2.0  # the same after an interrupt
+CRASHES = (signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGILL, getattr(signal, "SIGBUS", 0))  # have a stack
+PIPE = 50_000  # bytes that a control connection takes in while its rank does not read
+DUMP_ENDS = (b"in <module>\n", b"  ...\n")  # of faulthandler's text: the main thread's outermost frame comes last
 _spawning = threading.Lock()  # the environment is changed for a moment while ranks start
 
 
@@ -55,6 +58,7 @@ class _Rank:
         for end in (self.out, self.dump):
             os.set_blocking(end.fileno(), False)
         self.process: Any = None
+        self.gone = -1  # readable once the process has ended
         self.started = False
         self.busy = False  # has a command to answer; of a launch: its process has not ended
         self.open: list[Connection] = []  # pipes to wait on
@@ -69,6 +73,10 @@ class _Rank:
                 data += chunk
         return data
 
+    def tell(self, *message: Any) -> None:
+        with contextlib.suppress(ConnectionError):  # its process has ended: noticed elsewhere
+            self.control.send(message)
+
     def where(self) -> str:
         """Return the stacks of a rank that is stuck, be it in C++ or holding the GIL; "" where that can't be asked."""
         if not hasattr(signal, "SIGUSR2"):
@@ -76,7 +84,7 @@ class _Rank:
         self.read(self.dump)
         os.kill(self.process.pid, signal.SIGUSR2)
         text = b""
-        while wait([self.dump], 0.05 if text else 0.5) and (chunk := self.read(self.dump)):
+        while not text.endswith(DUMP_ENDS) and wait([self.dump], 0.5) and (chunk := self.read(self.dump)):
             text += chunk
         return text.decode(errors="replace")
 
@@ -122,19 +130,23 @@ class Pool:
             raise
 
     def _start(self) -> None:
-        if sys.platform == "linux":
-            command = [sys.executable, "-I", "-S", reaper.__file__, self._mark, str(os.getpid())]
-            self._guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         nprocs, port = len(self.ranks), self._address.getsockname()[1]
         threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, _cores() // nprocs))
         multiprocessing.resource_tracker.ensure_running()  # Python's own, shared by all: not one of ours
-        with _spawning, _environment({child.MARK: self._mark, "OMP_NUM_THREADS": threads}):
-            args = (_Ends(self.ranks), nprocs, self.once, port)
-            context = torch.multiprocessing.spawn(child.main, args=args, nprocs=nprocs, join=False)
+        with _spawning:
+            if sys.platform == "linux":
+                command = [sys.executable, "-I", "-S", reaper.__file__, self._mark, str(os.getpid())]
+                self._guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+            with _environment({child.MARK: self._mark, "OMP_NUM_THREADS": threads}):
+                args = (_Ends(self.ranks), nprocs, self.once, port)
+                context = torch.multiprocessing.spawn(child.main, args=args, nprocs=nprocs, join=False)
         for r, process in zip(self.ranks, context.processes, strict=True):
-            r.process, r.open = process, [r.control, r.out]
+            r.process, r.gone, r.open = process, _end_of(process), [r.control, r.out]
             for end in r.child_ends:
                 end.close()
+        if self._guard is not None:
+            self._guard.stdin.write(" ".join(str(r.process.pid) for r in self.ranks).encode())  # type: ignore[union-attr]
+            self._guard.stdin.flush()  # type: ignore[union-attr]
 
     def run(self, command: str, *message: Any, timeout: float | None) -> list[Any]:
         """Send one command to all ranks, show what they print, and return the results in rank order."""
@@ -147,18 +159,27 @@ class Pool:
             screen = self._screen = report.Screen(len(self.ranks))
             with _Interrupts() as interrupts:
                 try:
+                    senders = []
                     for r in self.ranks:
                         r.busy, r.result, r.failure = True, None, None
-                        with contextlib.suppress(ConnectionError):  # its process has ended: noticed below
-                            r.control.send((command, *message))
+                        if any(len(part) > PIPE for part in message):  # a rank that doesn't read must not stop this
+                            senders.append(threading.Thread(target=r.tell, args=(command, *message), daemon=True))
+                            senders[-1].start()
+                        else:
+                            r.tell(command, *message)
                     error = self._supervise(timeout, screen, interrupts)
+                except BaseException as problem:  # a stdout that fails, say: what the ranks answer would be mistaken
+                    self._end(f"{type(problem).__name__} while a cell ran on them")
+                    raise
                 finally:
                     for r in self.ranks:
                         screen.feed(r.rank, r.read(r.out))
                     screen.close()
+                    for sender in senders:
+                        sender.join()
             if error is not None:
                 raise error
-            return [travel.loads(r.result) for r in self.ranks if r.result is not None]
+            return [travel.rebuild(r.result, r.rank) for r in self.ranks if r.result is not None]
         finally:
             if self.ended:
                 self._release()
@@ -187,7 +208,7 @@ class Pool:
             deadline = life + (float("inf") if limit is None else limit)
             pause = max(0.0, min(give_up, deadline, life + 3600.0) - time.monotonic())
             pipes = [pipe for r in busy for pipe in r.open]
-            ready = wait([*pipes, *(r.process.sentinel for r in busy), interrupts.pipe], pause)
+            ready = wait([*pipes, *(r.gone for r in busy), interrupts.pipe], pause)
             if interrupts.pipe in ready:
                 if not interrupts.taken:
                     give_up = time.monotonic() + INTERRUPT_SECONDS
@@ -195,8 +216,8 @@ class Pool:
                         os.kill(r.process.pid, signal.SIGINT)
                 interrupts.take()
             for r in busy:
-                if r.out in ready or r.control in ready or r.process.sentinel in ready:
-                    self._listen(r, r.process.sentinel in ready, screen)
+                if r.out in ready or r.control in ready or r.gone in ready:
+                    self._listen(r, r.gone in ready, screen)
                     life = time.monotonic()
             failures = [r.failure for r in self.ranks if r.failure]
             if failures and not interrupts.taken:
@@ -212,7 +233,7 @@ class Pool:
     def _listen(self, r: _Rank, process_ended: bool, screen: report.Screen) -> None:
         """Take in what a rank wrote and sent, and notice when it has answered or its process has ended."""
         answered = False
-        with contextlib.suppress(EOFError, ConnectionError):
+        try:
             while r.control in r.open and r.control.poll():
                 kind, *data = r.control.recv()
                 if kind == "ready":
@@ -225,15 +246,18 @@ class Pool:
                     r.result, answered = data[0], True
                 elif kind == "failed":
                     r.failure, answered = report.Failure(r.rank, **data[0]), True
+        except (EOFError, ConnectionError):
+            r.open.remove(r.control)  # the rank closed it, or its process has ended
         if process_ended:
             r.process.join()
             if not answered and r.result is None and r.failure is None:
-                place = report.read_stack(r.read(r.dump).decode(errors="replace"))[1]
+                stack = r.read(r.dump) if -(r.process.exitcode or 0) in CRASHES else b""  # else a child's, if any
+                place = report.read_stack(stack.decode(errors="replace"))[1]
                 ended = report.how_it_ended(r.process.exitcode, r.started)
                 r.failure = report.Failure(r.rank, time.monotonic(), place=place, ended=ended)
         text = r.read(r.out)
         screen.feed(r.rank, text)
-        if not text and not process_ended and wait([r.out], 0):
+        if not text and not process_ended and r.out in r.open and wait([r.out], 0):
             r.open.remove(r.out)  # end of file: the rank closed its output
         if process_ended or (answered and not self.once):
             r.busy = False
@@ -302,26 +326,26 @@ class Pool:
 
     def close(self) -> None:
         """End the ranks: those at their prompt leave by themselves, what is left after 1.5 s is killed."""
-        if not self.ended:
-            idle = [r for r in self.ranks if r.started and not r.busy and r.process.is_alive()]
-            for r in idle:
-                with contextlib.suppress(ConnectionError):
-                    r.control.send(("leave",))
-            end = time.monotonic() + 1.5
-            for r in idle:
-                r.process.join(max(0.0, end - time.monotonic()))
-            self._end("they were closed")
-        self._release()
+        if not self._mark.startswith(f"{os.getpid()}-"):
+            return  # a forked child of the process that they belong to
+        with _Interrupts():
+            if not self.ended:
+                idle = [r for r in self.ranks if r.started and not r.busy and r.process.is_alive()]
+                for r in idle:
+                    r.tell("leave")
+                end = time.monotonic() + 1.5
+                for r in idle:
+                    wait([r.gone], max(0.0, end - time.monotonic()))
+                self._end("they were closed")
+            self._release()
 
     def _end(self, reason: str) -> None:
         """Kill the ranks and all that they started. Their last output can still be read."""
         self.ended = self.ended or reason
-        for r in self.ranks:
-            if r.process is not None and r.process.is_alive():
-                r.process.kill()
-        reaper.end_marked(self._mark)
+        reaper.end_marked(self._mark, [r.process.pid for r in self.ranks if r.process is not None])
         for r in self.ranks:
             if r.process is not None:
+                r.process.kill()  # where the mark can't be read
                 r.process.join()
         if self._guard is not None:
             self._guard.kill()
@@ -335,6 +359,8 @@ class Pool:
             for end in (r.control, r.out, r.dump, *r.child_ends):
                 end.close()
             if r.process is not None:
+                if r.gone != r.process.sentinel:
+                    os.close(r.gone)
                 r.process.close()
             r.process, r.open = None, []
 
@@ -389,6 +415,13 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
         if mask is not None:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _end_of(process: Any) -> int:
+    """Return what is readable once a process has ended. Its sentinel waits for the children that it forked, too."""
+    with contextlib.suppress(AttributeError, OSError):
+        return os.pidfd_open(process.pid)
+    return process.sentinel
 
 
 def _cores() -> int:

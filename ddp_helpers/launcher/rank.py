@@ -10,6 +10,7 @@ import importlib
 import linecache
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
@@ -22,6 +23,9 @@ from typing import Any, NoReturn, TypeVar
 from . import travel
 
 MARK = "DDP_HELPERS_MARK"  # in the environment of every process that the launcher started
+LOST_PEER = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|connection was (likely )?(closed|lost)|recvvalue failed", re.I
+)
 HERE = os.path.dirname(os.path.abspath(__file__))
 T = TypeVar("T")
 
@@ -73,21 +77,22 @@ def _live(rank: int, ends: Any, world_size: int, once: bool, port: int) -> NoRet
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     threading.Thread(target=_leave_with_parent, daemon=True).start()
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_forget_link)
     if platform()["fork"]:
         multiprocessing.set_start_method("fork", force=True)  # DataLoader workers know the rank's __main__
     _set_environment(rank, world_size, port)
     _meet_at_fresh_stores(port)
     namespace = _new_main()
-    _send("ready", threading.main_thread().ident)
+    _send("ready")
     while True:
         if not once and not control.poll(0.5):
             _import_ahead(control)
         command, *message = control.recv()
-        if command == "leave":
-            _leave()
-        _serve(command, message, namespace, rank if once else None)
-        if once:
-            _leave()
+        if command != "leave":
+            _serve(command, message, namespace, rank if once else None)
+        if once or command == "leave":
+            _leave(dump)
 
 
 def _import_ahead(control: Any) -> None:
@@ -101,6 +106,14 @@ def _no_death_signal() -> None:
     """Undo torch's parent-death signal: it fires when the starting thread ends. The guard does better."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, 0)
+
+
+def _forget_link() -> None:
+    """A forked child is no rank: it neither speaks on the control connection nor keeps it open."""
+    global _link
+    if _link is not None:
+        _link.close()
+        _link = None
 
 
 def _leave_with_parent() -> None:
@@ -182,6 +195,7 @@ def _serve(command: str, message: list[Any], namespace: dict[str, Any], rank: in
     global _busy, _stores
     _busy, _stores = True, 0
     result: Any = None
+    answer: Any
     try:
         if command == "call":
             data, sources = message
@@ -195,16 +209,17 @@ def _serve(command: str, message: list[Any], namespace: dict[str, Any], rank: in
         else:  # pull
             result = eval(message[0], namespace)
         try:
-            data = travel.dumps(result)[0]
+            answer = "done", travel.dumps(result)[0]
         except travel.TravelError as error:
             raise travel.TravelError(f"the result of type {type(result).__name__}: {error}") from None
         _busy = False
-        _flush()
-        _send("done", data)
     except BaseException as error:
         _busy = False
-        _flush()
-        _send("failed", _describe(error))
+        answer = "failed", _describe(error)
+    _flush()
+    if _link is None:
+        os._exit(0)  # a child that the code forked came back from it
+    _send(*answer)
 
 
 def _remember(sources: dict[str, str]) -> None:
@@ -228,8 +243,16 @@ def _run_cell(source: str, label: str, namespace: dict[str, Any]) -> None:
 
 
 def _describe(error: BaseException) -> dict[str, Any]:
-    """Return what the notebook must know of an exception, as plain data."""
+    """Return what the notebook must know of an exception, as plain data.
+
+    A lost connection may hide the error during whose handling it came up (in a `finally`), and the other way round.
+    """
     when = time.monotonic()
+    chain = [error]
+    while (before := chain[-1].__cause__ or chain[-1].__context__) and len(chain) < 50:
+        chain.append(before)
+    consequence = _lost_peer(chain[-1])
+    error = next((e for e in chain if not _lost_peer(e)), error)
     trace = error.__traceback__
     while trace and os.path.dirname(trace.tb_frame.f_code.co_filename) == HERE:
         trace = trace.tb_next
@@ -238,13 +261,24 @@ def _describe(error: BaseException) -> dict[str, Any]:
         place = (error.filename or "", error.lineno or 0)
     return {
         "type": type(error).__name__,
-        "message": str(error),
-        "lost_peer": isinstance(error, (RuntimeError, OSError)),
+        "message": _text(error),
+        "consequence": consequence,
         "name": getattr(error, "name", None) if isinstance(error, NameError) else None,
         "place": place,
         "when": when,
         "traceback": "".join(traceback.format_exception(type(error), error, trace)),
     }
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as problem:
+        return f"(its text can't be shown: {type(problem).__name__})"
+
+
+def _lost_peer(error: BaseException) -> bool:
+    return isinstance(error, (RuntimeError, OSError)) and bool(LOST_PEER.search(_text(error)))
 
 
 def user_frame(frames: list[tuple[str, int]]) -> tuple[str, int] | None:
@@ -286,11 +320,9 @@ def _flush() -> None:
     ctypes.CDLL(None).fflush(None)  # what C and C++ code printed
 
 
-def _leave() -> NoReturn:
+def _leave(dump: Any) -> NoReturn:
     """End without the interpreter's shutdown, which aborts after DDP on gloo; atexit handlers get 1 s."""
-    timer = threading.Timer(1.0, os._exit, (0,))
-    timer.daemon = True
-    timer.start()
+    faulthandler.dump_traceback_later(1.0, exit=True, file=dump.fileno())  # needs no GIL
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
     _flush()

@@ -10,14 +10,27 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Iterable
 
 
-def marked(mark: str) -> list[int]:
-    """Return the ids of the living processes whose environment at their start held `mark` (Linux; else none)."""
-    found = []
+def marked(mark: str, leaders: Iterable[int] = ()) -> set[int]:
+    """Return the ids of the living processes whose environment at their start held `mark` (Linux; else none).
+
+    Some start programs with an environment of their own: the children of those processes count, too, and who is
+    in a session that one of them or of `leaders` leads.
+    """
+    found: set[int] = set()
+    kin: dict[int, list[int]] = {}  # process -> its parent, its session
     for entry in os.listdir("/proc") if os.path.isdir("/proc") else ():
-        if entry.isdigit() and int(entry) != os.getpid() and mark.encode() in _environ(f"/proc/{entry}"):
-            found.append(int(entry))
+        if entry.isdigit() and int(entry) != os.getpid():
+            with contextlib.suppress(OSError), open(f"/proc/{entry}/stat", "rb") as file:
+                state, parent, _, session = file.read().rpartition(b")")[2].split()[:4]
+                if state not in b"ZX":
+                    kin[int(entry)] = [int(parent), int(session)]
+            if mark.encode() in _environ(f"/proc/{entry}"):
+                found.add(int(entry))
+    while more := {pid for pid, near in kin.items() if pid not in found and not found.union(leaders).isdisjoint(near)}:
+        found |= more
     return found
 
 
@@ -34,10 +47,10 @@ def _environ(process: str) -> bytes:
     return data
 
 
-def end_marked(mark: str, seconds: float = 2.0) -> None:
-    """Kill all that carries `mark`, again and again until nothing is left or `seconds` have passed."""
+def end_marked(mark: str, leaders: Iterable[int] = (), seconds: float = 2.0) -> None:
+    """Kill what `marked` finds, again and again until nothing is left or `seconds` have passed."""
     end = time.monotonic() + seconds
-    while (pids := marked(mark)) and time.monotonic() < end:
+    while (pids := marked(mark, leaders)) and time.monotonic() < end:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -45,9 +58,13 @@ def end_marked(mark: str, seconds: float = 2.0) -> None:
 
 
 def _guard(mark: str, parent: int) -> None:
-    while os.getppid() == parent and not select.select([0], [], [], 0.5)[0]:
-        pass
-    end_marked(mark, 10.0)
+    ranks: list[int] = []
+    while os.getppid() == parent:
+        if select.select([0], [], [], 0.5)[0]:
+            if not (data := os.read(0, 4096)):
+                break
+            ranks = [int(pid) for pid in data.split()]
+    end_marked(mark, ranks, 10.0)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,6 @@ from typing import Any
 
 from .rank import user_frame
 
-LOST_PEER = re.compile(
-    r"connection (closed|reset|refused)|broken pipe|connection was (closed|lost)|recvvalue failed", re.I
-)
 LOST = "lost its connection after that (a consequence)"
 HALF = 5_000_000  # bytes kept from the start, and from the end, of what one rank prints in one cell
 
@@ -46,12 +43,8 @@ class Failure:
     place: tuple[str, int] | None = None
     traceback: str = ""
     name: str | None = None
-    lost_peer: bool = False
+    consequence: bool = False  # of a lost connection, so of another rank's failure
     ended: str = ""
-
-    @property
-    def consequence(self) -> bool:
-        return self.lost_peer and bool(LOST_PEER.search(self.message))
 
     def headline(self) -> str:
         where = f" in {_place(self.place)}" if self.place else ""
@@ -144,9 +137,14 @@ class Lines:
         self.head_bytes = self.tail_bytes = self.dropped = 0
 
     def feed(self, data: bytes) -> None:
-        *lines, self.partial = (self.partial + data).split(b"\n")
+        *lines, rest = (self.partial + data).split(b"\n")
         for line in lines:
             self._add(line)
+        rest = rest[rest.rfind(b"\r", 0, -1) + 1 :]
+        while len(rest) > HALF:  # memory is finite: such a line is cut
+            self._add(rest[:HALF])
+            rest = rest[HALF:]
+        self.partial = rest
 
     def finish(self) -> None:
         if self.partial:
@@ -154,15 +152,15 @@ class Lines:
             self.partial = b""
 
     def _add(self, line: bytes) -> None:
-        text = line.decode(errors="replace").rstrip("\r").split("\r")[-1]
+        text = self.prefix + line.decode(errors="replace").rstrip("\r").split("\r")[-1] + "\n"
         if self.head_bytes < HALF:
-            self.head.append(f"{self.prefix}{text}\n")
-            self.head_bytes += len(line)
+            self.head.append(text)
+            self.head_bytes += len(text)
             return
-        self.tail.append(f"{self.prefix}{text}\n")
-        self.tail_bytes += len(line)
+        self.tail.append(text)
+        self.tail_bytes += len(text)
         while self.tail_bytes > HALF and len(self.tail) > 1:
-            self.tail_bytes -= len(self.tail.popleft()) - len(self.prefix) - 1
+            self.tail_bytes -= len(self.tail.popleft())
             self.dropped += 1
 
     def waiting(self) -> str:

@@ -84,6 +84,15 @@ def dumps(value: Any) -> tuple[bytes, dict[str, str]]:
     return buffer.getvalue(), pickler.sources
 
 
+def rebuild(data: bytes, rank: int) -> Any:
+    """Return a rank's result."""
+    try:
+        return loads(data)
+    except Exception as error:
+        text = f"rank {rank} sent its result, but it can't be rebuilt here: {type(error).__name__}: {error}"
+        raise TravelError(text) from error
+
+
 def dumps_call(function: Any, args: tuple) -> tuple[bytes, dict[str, str]]:
     """Like `dumps`, for a function and its arguments; warns when they carry more than 10 MB along."""
     data, sources = dumps((function, args))
