@@ -5,6 +5,7 @@ the same colour everywhere.
 """
 
 from .charts import digits, drift, load, loss_by_epoch, loss_curves
+from .clinic import sequences
 from .collectives import rank_map
 from .diagrams import data_flow, namespaces
 from .tables import SideBySide
@@ -19,4 +20,5 @@ __all__ = [
     "loss_curves",
     "namespaces",
     "rank_map",
+    "sequences",
 ]
