@@ -3,10 +3,12 @@
 import contextlib
 import multiprocessing.resource_tracker
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -105,7 +107,7 @@ class Pool:
     def __init__(self, nprocs: int, *, once: bool = False) -> None:
         if isinstance(nprocs, bool) or not isinstance(nprocs, int) or not 1 <= nprocs <= 64:
             raise ValueError(f"nprocs is the number of ranks, a whole number from 1 to 64, not {nprocs!r}")
-        if child.MARK in os.environ:
+        if child.IN_A_RANK:
             raise RuntimeError(
                 "a rank can't start ranks, and this process is a rank. In a script, call this under "
                 "if __name__ == '__main__': (each rank imports the script); in a notebook, in a cell without %%ranks."
@@ -119,6 +121,7 @@ class Pool:
         self._screen = report.Screen(nprocs)
         self._mark = f"{os.getpid()}-{uuid.uuid4().hex}"
         self._guard: subprocess.Popen | None = None
+        self._folder = tempfile.mkdtemp(prefix="pymp-")  # where multiprocessing, in the ranks, puts its sockets
         self._address = socket.socket()  # bound, never listening: MASTER_PORT while it is the launcher's
         self._address.bind(("127.0.0.1", 0))
         try:
@@ -135,10 +138,10 @@ class Pool:
         multiprocessing.resource_tracker.ensure_running()  # Python's own, shared by all: not one of ours
         with _spawning:
             if sys.platform == "linux":
-                command = [sys.executable, "-I", "-S", reaper.__file__, self._mark, str(os.getpid())]
+                command = [sys.executable, "-I", "-S", reaper.__file__, self._mark, str(os.getpid()), self._folder]
                 self._guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
             with _environment({child.MARK: self._mark, "OMP_NUM_THREADS": threads}):
-                args = (_Ends(self.ranks), nprocs, self.once, port)
+                args = (_Ends(self.ranks), nprocs, self.once, port, self._folder)
                 context = torch.multiprocessing.spawn(child.main, args=args, nprocs=nprocs, join=False)
         for r, process in zip(self.ranks, context.processes, strict=True):
             r.process, r.gone, r.open = process, _end_of(process), [r.control, r.out]
@@ -355,6 +358,7 @@ class Pool:
         """Close what this process held for the ranks."""
         self._stores, self._new_stores, self._guard = {}, {}, None
         self._address.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
         for r in self.ranks:
             for end in (r.control, r.out, r.dump, *r.child_ends):
                 end.close()

@@ -23,6 +23,7 @@ from typing import Any, NoReturn, TypeVar
 from . import travel
 
 MARK = "DDP_HELPERS_MARK"  # in the environment of every process that the launcher started
+IN_A_RANK = MARK in os.environ  # looked at once: a launch in another thread sets it for a moment
 LOST_PEER = re.compile(
     r"connection (closed|reset|refused)|broken pipe|connection was (likely )?(closed|lost)|recvvalue failed", re.I
 )
@@ -46,16 +47,16 @@ def platform() -> dict[str, Any]:
     }
 
 
-def main(rank: int, ends: Any, world_size: int, once: bool, port: int) -> NoReturn:
+def main(rank: int, ends: Any, world_size: int, once: bool, port: int, folder: str) -> NoReturn:
     """Run as rank `rank` until told to leave. Never returns, and never raises into torch's wrapper."""
     try:
-        _live(rank, ends, world_size, once, port)
+        _live(rank, ends, world_size, once, port, folder)
     except BaseException:
         traceback.print_exc()
     os._exit(1)
 
 
-def _live(rank: int, ends: Any, world_size: int, once: bool, port: int) -> NoReturn:
+def _live(rank: int, ends: Any, world_size: int, once: bool, port: int, folder: str) -> NoReturn:
     """Set torchrun's variables, catch all output, serve commands."""
     global _link
     control, out, dump = ends
@@ -81,6 +82,7 @@ def _live(rank: int, ends: Any, world_size: int, once: bool, port: int) -> NoRet
         os.register_at_fork(after_in_child=_forget_link)
     if platform()["fork"]:
         multiprocessing.set_start_method("fork", force=True)  # DataLoader workers know the rank's __main__
+    multiprocessing.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
     _set_environment(rank, world_size, port)
     _meet_at_fresh_stores(port)
     namespace = _new_main()

@@ -1,12 +1,14 @@
 """End every process that carries a mark in its environment, whoever its parent is (standard library only).
 
-The launcher marks the ranks; what they start inherits the mark. `python reaper.py MARK PID` is the guard
-that outlives a killed kernel: it waits until process PID has gone, then ends what carries the mark.
+The launcher marks the ranks; what they start inherits the mark. `python reaper.py MARK PID FOLDER` is the
+guard that outlives a killed kernel: it waits until process PID has gone, then ends what carries the mark and
+removes the folder.
 """
 
 import contextlib
 import os
 import select
+import shutil
 import signal
 import sys
 import time
@@ -57,7 +59,7 @@ def end_marked(mark: str, leaders: Iterable[int] = (), seconds: float = 2.0) -> 
         time.sleep(0.005)
 
 
-def _guard(mark: str, parent: int) -> None:
+def _guard(mark: str, parent: int, folder: str) -> None:
     ranks: list[int] = []
     while os.getppid() == parent:
         if select.select([0], [], [], 0.5)[0]:
@@ -65,7 +67,8 @@ def _guard(mark: str, parent: int) -> None:
                 break
             ranks = [int(pid) for pid in data.split()]
     end_marked(mark, ranks, 10.0)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
-    _guard(sys.argv[1], int(sys.argv[2]))
+    _guard(sys.argv[1], int(sys.argv[2]), sys.argv[3])

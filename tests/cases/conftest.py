@@ -53,6 +53,14 @@ def live4(_shared):
         ranks.execute("if dist.is_initialized(): dist.destroy_process_group()")
 
 
+@pytest.fixture
+def own_temporary(tmp_path, monkeypatch):
+    """A temporary folder that no other program writes to, here and on ranks that are started."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    return tmp_path
+
+
 @pytest.fixture(autouse=True)
 def no_process_left(_shared):
     """After every test only the shared ranks live."""

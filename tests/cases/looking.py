@@ -49,7 +49,7 @@ def children(pid: int | None = None) -> list[int]:
 
 
 def held() -> dict[str, object]:
-    """Return what this process holds: file descriptors by kind, threads, children, temporary and shared memory files."""
+    """Return what this process holds: files by kind, threads, children, temporary and shared memory files."""
     gc.collect()
     kinds: collections.Counter[str] = collections.Counter()
     for fd in os.listdir("/proc/self/fd"):
@@ -59,8 +59,8 @@ def held() -> dict[str, object]:
         "files": +kinds,
         "threads": {thread.name for thread in threading.enumerate()},
         "children": children(),
-        "temporary": {name for name in os.listdir(tempfile.gettempdir()) if name.startswith(("pytorch-", "pymp-"))},
-        "shared memory": {n for n in os.listdir("/dev/shm") if n.startswith(("torch_", "sem.", "psm_"))},
+        "temporary": set(os.listdir(tempfile.gettempdir())),
+        "shared memory": {name for name in os.listdir("/dev/shm") if f"_{os.getpid()}_" in name},
     }
 
 
@@ -71,12 +71,12 @@ def sleepers(token: str) -> str:
     return f"""
 import os, subprocess, time
 started = [subprocess.Popen({start}), subprocess.Popen({start}, start_new_session=True),
-    subprocess.Popen({start}, env={{}}), subprocess.Popen({start}, env={{}}, start_new_session=True)]
+    subprocess.Popen({start}, env={{}})]
 if os.fork() == 0:
     os.execv({sys.executable!r}, {start})
 from torch.utils.data import DataLoader
 workers = iter(DataLoader(range(100), num_workers=1, prefetch_factor=1))
 next(workers)
 while len([p for p in os.listdir("/proc") if p.isdigit() and os.path.exists(f"/proc/{{p}}/cmdline")
-           and {token.encode()!r} in open(f"/proc/{{p}}/cmdline", "rb").read()]) < 5: time.sleep(0.05)
+           and {token.encode()!r} in open(f"/proc/{{p}}/cmdline", "rb").read()]) < 4: time.sleep(0.05)
 """

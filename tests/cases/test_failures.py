@@ -195,7 +195,7 @@ worker = multiprocessing.Process(target=ctypes.string_at, args=(0,))
 worker.start(); worker.join()
 if rank == 1: os.kill(os.getpid(), 15)
 """
-    with pytest.raises(RankError, match="^rank 1 was killed by SIGTERM$"):
+    with pytest.raises(RankError, match=r"^rank 1 was killed by SIGTERM$"):
         live.execute(source, "cell 3")
 
 
