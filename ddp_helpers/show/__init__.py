@@ -6,19 +6,28 @@ the same colour everywhere.
 
 from .charts import digits, drift, load, loss_by_epoch, loss_curves
 from .clinic import sequences
-from .collectives import rank_map
+from .collectives import collective, collectives, cost_fit, rank_map
 from .diagrams import data_flow, namespaces
+from .metrics import confusion, recipe_errors
+from .memory import memory, mesh
 from .tables import SideBySide
 
 __all__ = [
     "SideBySide",
+    "collective",
+    "collectives",
+    "confusion",
+    "cost_fit",
     "data_flow",
     "digits",
     "drift",
     "load",
     "loss_by_epoch",
     "loss_curves",
+    "memory",
+    "mesh",
     "namespaces",
     "rank_map",
+    "recipe_errors",
     "sequences",
 ]
