@@ -8,9 +8,10 @@ from .charts import digits, drift, load, loss_by_epoch, loss_curves
 from .clinic import sequences
 from .collectives import collective, collectives, cost_fit, rank_map
 from .diagrams import data_flow, namespaces
-from .metrics import confusion, recipe_errors
 from .memory import memory, mesh
+from .metrics import confusion, recipe_errors
 from .tables import SideBySide
+from .timelines import overlap, step_times
 
 __all__ = [
     "SideBySide",
@@ -27,7 +28,9 @@ __all__ = [
     "memory",
     "mesh",
     "namespaces",
+    "overlap",
     "rank_map",
     "recipe_errors",
     "sequences",
+    "step_times",
 ]
