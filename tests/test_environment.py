@@ -20,6 +20,7 @@ MAY_IMPORT = {  # module of the package -> modules of the package that it may im
     "process_group": set(),
     "data": {"process_group"},
     "timeline": {"process_group"},
+    "sampling": set(),
     "checkpoint": {"process_group", "devices", "data", "models"},
     "evaluation": {"process_group", "devices", "data", "models"},
     "training": {"process_group", "devices", "data", "models"},

@@ -9,7 +9,8 @@ from .clinic import sequences
 from .collectives import collective, collectives, cost_fit, rank_map
 from .diagrams import data_flow, namespaces
 from .memory import memory, mesh
-from .metrics import confusion, recipe_errors
+from .metrics import confusion, dealt, recipe_errors
+from .sampling import sampler_grid
 from .tables import SideBySide
 from .timelines import overlap, step_times
 
@@ -20,6 +21,7 @@ __all__ = [
     "confusion",
     "cost_fit",
     "data_flow",
+    "dealt",
     "digits",
     "drift",
     "load",
@@ -31,6 +33,7 @@ __all__ = [
     "overlap",
     "rank_map",
     "recipe_errors",
+    "sampler_grid",
     "sequences",
     "step_times",
 ]

@@ -1,0 +1,108 @@
+"""One loader per rank: the shard is right, no two passes or streams are alike, and all of it is reproducible."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from ddp_helpers.data import BatchedDataset
+from ddp_helpers.sampling import EpochSampler, make_loader, stream_seed
+
+
+class Noise(Dataset[torch.Tensor]):
+    """Index and a random number, as a random augmentation would draw it."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index), torch.rand(()).item()], dtype=torch.float64)
+
+
+def orders(rank: int, world_size: int = 2, passes: int = 2, n: int = 10, **options) -> list[list[int]]:
+    loader = make_loader(list(range(n)), 3, rank, world_size, **options)  # type: ignore[arg-type]
+    return [[int(i) for batch in loader for i in batch] for _ in range(passes)]
+
+
+@pytest.mark.parametrize(("n", "world_size"), [(10, 1), (10, 2), (10, 3), (10, 4), (2, 3)])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_the_ranks_cover_the_data_in_equal_parts(n: int, world_size: int, shuffle: bool) -> None:
+    ranks = [orders(rank, world_size, 1, n, shuffle=shuffle)[0] for rank in range(world_size)]
+    assert {len(part) for part in ranks} == {math.ceil(n / world_size)}
+    assert set(itertools.chain(*ranks)) == set(range(n))
+
+
+def test_drop_last_repeats_nothing_and_makes_whole_batches() -> None:
+    ranks = [orders(rank, 3, 1, 11, drop_last=True)[0] for rank in range(3)]
+    assert [len(part) for part in ranks] == [3, 3, 3]
+    assert len(set(itertools.chain(*ranks))) == 9
+
+
+def test_each_pass_has_its_own_order_the_same_in_every_run() -> None:
+    first, second = orders(0)
+    assert first != second and orders(0) == [first, second]
+    assert orders(0, seed=1)[0] != first
+    assert set(orders(0)[1] + orders(1)[1]) == set(range(10))
+
+
+def test_a_run_can_begin_at_a_later_epoch() -> None:
+    loader = make_loader(list(range(10)), 3, 0, 2)  # type: ignore[arg-type]
+    loader.epoch = 1
+    assert [int(i) for batch in loader for i in batch] == orders(0)[1]
+
+
+def test_a_plain_loop_is_warned_when_it_repeats_an_order() -> None:
+    sampler = EpochSampler(range(10), 2, 0)  # type: ignore[arg-type]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        list(sampler)
+        sampler.set_epoch(1)
+        list(sampler)
+        unshuffled = EpochSampler(range(10), 2, 0, shuffle=False)  # type: ignore[arg-type]
+        assert list(unshuffled) == list(unshuffled)
+    with pytest.warns(UserWarning, match=r"call sampler.set_epoch\(epoch\) before each epoch.*still 1"):
+        list(sampler)
+
+
+def draws(seed: int = 0, rank: int = 0, passes: int = 2, workers: int = 2) -> list[float]:
+    loader = make_loader(Noise(), 3, rank, 2, seed=seed, num_workers=workers)
+    loader.multiprocessing_context = "fork" if workers else None
+    return [value for _ in range(passes) for batch in loader for value in batch[:, 1].tolist()]
+
+
+def test_workers_draw_apart_and_the_same_in_every_run() -> None:
+    runs = [draws(seed, rank) for seed, rank in [(0, 0), (0, 1), (1, 0)]]
+    everything = list(itertools.chain(*runs))
+    assert len(set(everything)) == len(everything) == 36
+    assert draws(0, 1) == runs[1]
+
+
+def test_loading_leaves_the_trainings_own_random_numbers_alone() -> None:
+    torch.manual_seed(0)
+    expected = torch.rand(2)
+    torch.manual_seed(0)
+    draws()
+    assert torch.equal(torch.rand(2), expected)
+
+
+def test_stream_seeds_never_meet() -> None:
+    seeds = [stream_seed(*key) for key in itertools.product(range(4), repeat=4)]
+    assert len(set(seeds)) == len(seeds) and max(seeds) < 2**63
+    assert stream_seed(0, 1) != stream_seed(1, 0)
+    assert stream_seed(0, 1) == 6015636589008938256  # in every version of the package
+
+
+def test_the_data_sets_own_collate_is_used() -> None:
+    data = BatchedDataset(torch.zeros(8, 28, 28, dtype=torch.uint8), torch.arange(8))
+    images, labels = next(iter(make_loader(data, 4, 0, 2)))
+    assert images.shape == (4, 1, 28, 28) and len(labels) == 4
+
+
+def test_a_rank_outside_the_world_is_refused() -> None:
+    with pytest.raises(ValueError, match="rank 2"):
+        make_loader(Noise(), 3, 2, 2)
