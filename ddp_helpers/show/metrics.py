@@ -1,10 +1,10 @@
-"""Errors of evaluation recipes, and the confusion matrix (needs matplotlib; copy style.py with it)."""
+"""Errors of evaluation recipes, confusion matrix, order of gathered rows (needs matplotlib; copy style.py with it)."""
 
 from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
 
-from .style import INK, canvas
+from .style import INK, RANK, arrow, box, canvas
 
 COLOURS = "#444444", "#D55E00"  # of no rank: what is drawn is a total of all of them
 
@@ -58,4 +58,28 @@ def confusion(matrix: Sequence[Sequence[int]], accuracies: Sequence[float]) -> N
     bars.spines[["top", "right"]].set_visible(False)
     for axes in (counts, bars):
         axes.title.set_fontsize(10)
+    plt.show()
+
+
+def dealt(shards: Sequence[Sequence[int]]) -> None:
+    """Draw each rank's rows by the index of their sample, padded, then put one after the other, then dealt in turn."""
+    longest = max(map(len, shards))
+    _, axes = canvas(7.5, 0.42 * len(shards) + 1.7)
+
+    def row(y: float, name: str, rows: Sequence[tuple[int, int | None]]) -> None:
+        axes.text(-0.3, y + 0.35, name, ha="right", va="center", color=INK, fontsize=10)
+        for x, (rank, index) in enumerate(rows):
+            text, colour = ("pad", "#DDDDDD") if index is None else (str(index), RANK[rank])
+            box(axes, x, y, 0.9, 0.7, text, colour)
+
+    padded = [[(r, i) for i in [*shard, *[None] * (longest - len(shard))]] for r, shard in enumerate(shards)]
+    for rank, rows in enumerate(padded):
+        row(-rank * 0.85, f"rank {rank}", rows)
+    below = -0.85 * len(shards) - 0.6
+    row(below, "one after the other", [cell for rows in padded for cell in rows if cell[1] is not None])
+    row(below - 1.05, "dealt in turn", [cell for turn in zip(*padded, strict=True) for cell in turn])
+    axes.text(longest + 0.6, below + 1.9, "gather", va="center", color=INK, fontsize=10)
+    arrow(axes, (longest + 0.3, below + 2.4), (longest + 0.3, below + 1.0))
+    axes.set(xlim=(-3.4, longest * len(shards) + 0.1), ylim=(below - 1.2, 0.8))
+    axes.axis("off")
     plt.show()
