@@ -1,11 +1,12 @@
-# make lab · test · run NB=06 · soak NB=06 · bench · check: each sets up what it needs in .venv (Python >= 3.10 and make).
+# make lab · test · run NB=06 · soak NB=06 · attack MINUTES=10 · bench · check: each sets up what it needs in .venv (Python >= 3.10 and make).
 VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= python3
 PIP_ARGS ?=
 NB ?= 06
+MINUTES ?= 10
 
-.PHONY: lab test run full soak bench check
+.PHONY: lab test run full soak attack bench check
 lab: $(VENV)/ready
 	$(BIN)/jupyter lab $(LAB_ARGS) notebooks/00_check_your_machine.ipynb
 
@@ -20,6 +21,9 @@ full: $(VENV)/ready
 
 soak: $(VENV)/ready
 	$(BIN)/python tools/soak.py $(NB)
+
+attack: $(VENV)/ready
+	$(BIN)/python tools/attack.py --minutes $(MINUTES) $(ARGS)
 
 bench: $(VENV)/ready-bench
 	$(BIN)/python -m tests.bench $(ARGS)
