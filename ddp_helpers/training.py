@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from .process_group import collective_device, is_initialized, rank, world_size
+from .process_group import collective_device, is_initialized, rank, unwrap, world_size
 
 
 def wrap(model: nn.Module, device: torch.device | str) -> nn.Module:
@@ -67,3 +67,11 @@ def train_epoch(
     if is_initialized():
         dist.all_reduce(sums)
     return (sums[0] / sums[1]).item()
+
+
+def unused_parameters(model: nn.Module) -> list[str]:
+    """Return the names of the trainable parameters without a gradient; call it after a backward, on any rank.
+
+    Names carry no `module.`. An empty list says that every parameter took part in the loss. No rank needs the others.
+    """
+    return [name for name, p in unwrap(model).named_parameters() if p.requires_grad and p.grad is None]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ddp_helpers import launch, training
 from ddp_helpers.process_group import rank, setup, teardown
-from ddp_helpers.training import train_epoch, wrap
+from ddp_helpers.training import train_epoch, unused_parameters, wrap
 
 
 def classifier(dropout: float = 0.0) -> nn.Module:
@@ -139,3 +140,22 @@ def test_two_ranks(capsys: pytest.CaptureFixture[str]) -> None:
         "[rank 0] Train Epoch: 1 [3/6 (50%)]  Loss: …",
         "[rank 0] Train Epoch: 1 [6/6 (100%)]  Loss: …",
     ]
+
+
+def test_unused_parameters_are_named_without_the_wrapper() -> None:
+    def work(rank: int) -> list[list[str]]:
+        dist.init_process_group("gloo")
+        found = []
+        for wrapper in (lambda m: m, lambda m: wrap(m, "cpu")):
+            model = nn.ModuleDict({"used": nn.Linear(2, 1), "spare": nn.Linear(2, 1), "frozen": nn.Linear(2, 1)})
+            model["frozen"].requires_grad_(False)
+            model.forward = lambda x, model=model: model["used"](x)
+            wrapped = wrapper(model)
+            found.append(unused_parameters(wrapped))
+            wrapped(torch.ones(1, 2)).sum().backward()
+            found.append(unused_parameters(wrapped))
+        dist.destroy_process_group()
+        return found
+
+    everything, spare = ["used.weight", "used.bias", "spare.weight", "spare.bias"], ["spare.weight", "spare.bias"]
+    assert launch(work) == [[everything, spare] * 2] * 2

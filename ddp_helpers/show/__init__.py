@@ -10,12 +10,15 @@ from .collectives import collective, collectives, cost_fit, rank_map
 from .diagrams import data_flow, namespaces
 from .memory import memory, mesh
 from .metrics import confusion, dealt, recipe_errors
+from .resume import resumed
 from .sampling import sampler_grid
 from .tables import SideBySide
 from .timelines import overlap, step_times
+from .wrapper import buckets, gap
 
 __all__ = [
     "SideBySide",
+    "buckets",
     "collective",
     "collectives",
     "confusion",
@@ -24,6 +27,7 @@ __all__ = [
     "dealt",
     "digits",
     "drift",
+    "gap",
     "load",
     "loss_by_epoch",
     "loss_curves",
@@ -33,6 +37,7 @@ __all__ = [
     "overlap",
     "rank_map",
     "recipe_errors",
+    "resumed",
     "sampler_grid",
     "sequences",
     "step_times",
