@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -67,6 +68,30 @@ def train_epoch(
     if is_initialized():
         dist.all_reduce(sums)
     return (sums[0] / sums[1]).item()
+
+
+def accumulate(
+    model: nn.Module,
+    micro_batches: Sequence[tuple[Tensor, Tensor]],
+    loss_fn: Callable[[Tensor, Tensor], Tensor] = F.nll_loss,
+) -> Tensor:
+    """Add up the gradients of several micro-batches as those of one large batch; all ranks must call it.
+
+    A micro-batch is (inputs [b, ...], labels [b]) on the model's device; sizes may differ. Only the last backward
+    synchronises, so a step costs one set of all-reduces; call `optimizer.step()` after it. `loss_fn` is a mean over
+    the batch. Returns the mean loss over this rank's samples, without its graph. Raises ValueError for an empty list.
+    """
+    if not micro_batches:
+        raise ValueError("no micro-batches: every rank needs at least one in every step")
+    count = sum(len(labels) for _, labels in micro_batches)
+    total = torch.zeros((), device=micro_batches[0][1].device)
+    for number, (inputs, labels) in enumerate(micro_batches, start=1):
+        local = number < len(micro_batches) and isinstance(model, DistributedDataParallel)
+        with model.no_sync() if local else contextlib.nullcontext():  # type: ignore[operator]  # the forward too
+            loss = loss_fn(model(inputs), labels) * (len(labels) / count)
+            loss.backward()
+        total += loss.detach()
+    return total
 
 
 def unused_parameters(model: nn.Module) -> list[str]:

@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from ddp_helpers import launch, training
 from ddp_helpers.process_group import rank, setup, teardown
-from ddp_helpers.training import train_epoch, unused_parameters, wrap
+from ddp_helpers.training import accumulate, train_epoch, unused_parameters, wrap
 
 
 def classifier(dropout: float = 0.0) -> nn.Module:
@@ -159,3 +160,40 @@ def test_unused_parameters_are_named_without_the_wrapper() -> None:
 
     everything, spare = ["used.weight", "used.bias", "spare.weight", "spare.bias"], ["spare.weight", "spare.bias"]
     assert launch(work) == [[everything, spare] * 2] * 2
+
+
+@pytest.mark.parametrize("sizes", [[4, 4], [3, 3, 2], [8]])
+def test_accumulation_is_one_large_batch_with_one_set_of_all_reduces(sizes: list[int]) -> None:
+    def work(rank: int) -> tuple[list[Tensor], list[Tensor], float, float, int, int]:
+        dist.init_process_group("gloo")
+        torch.manual_seed(rank)
+        inputs, labels = torch.randn(8, 3), torch.randint(2, (8,))
+        counts, results = [], []
+        for parts in ([8], sizes):
+            torch.manual_seed(0)
+            model = DistributedDataParallel(nn.Sequential(nn.Linear(3, 2), nn.LogSoftmax(1)))
+            sent: list[int] = []
+
+            def count(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations: none, or its own
+                state.append(bucket.index())
+                return allreduce_hook(None, bucket)
+
+            model.register_comm_hook(sent, count)
+            loss = accumulate(model, list(zip(inputs.split(parts), labels.split(parts), strict=True)))
+            results.append(([p.grad for p in model.parameters()], loss.item()))
+            counts.append(len(sent))
+        dist.destroy_process_group()
+        return results[0][0], results[1][0], results[0][1], results[1][1], counts[0], counts[1]
+
+    for large, small, loss, same_loss, once, again in launch(work):
+        assert once == again == 1 and same_loss == pytest.approx(loss, abs=1e-6)
+        for a, b in zip(large, small, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_accumulation_works_without_a_wrapper_and_needs_a_batch() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.LogSoftmax(1))
+    loss = accumulate(model, [(torch.ones(2, 3), torch.tensor([0, 1]))] * 2)
+    assert loss.item() == pytest.approx(F.nll_loss(model(torch.ones(2, 3)), torch.tensor([0, 1])).item())
+    with pytest.raises(ValueError, match="no micro-batches"):
+        accumulate(model, [])
