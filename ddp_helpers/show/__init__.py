@@ -13,7 +13,7 @@ from .metrics import confusion, dealt, recipe_errors
 from .resume import resumed
 from .sampling import sampler_grid
 from .tables import SideBySide
-from .timelines import overlap, step_times
+from .timelines import overlap, step_bars
 from .wrapper import buckets, gap
 
 __all__ = [
@@ -40,5 +40,5 @@ __all__ = [
     "resumed",
     "sampler_grid",
     "sequences",
-    "step_times",
+    "step_bars",
 ]

@@ -41,7 +41,7 @@ def overlap(versions: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     plt.show()
 
 
-def step_times(versions: Mapping[str, Sequence[float]]) -> None:
+def step_bars(versions: Mapping[str, Sequence[float]]) -> None:
     """Draw the median step time of each version as a bar, with every single measurement as a dot; seconds."""
     _, axes = canvas(5, 2.6)
     for name, times in versions.items():
