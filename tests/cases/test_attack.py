@@ -5,9 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import attack
+import pytest
 
 TOOL = Path(attack.__file__)
 
