@@ -220,7 +220,7 @@ def _refuse_objects(value: Any, name: str = "") -> None:
         for index, inner in enumerate(value):
             _refuse_objects(inner, f"{name}[{index}]")
     elif type(value) not in PLAIN and not isinstance(value, torch.Tensor):
-        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        kind = type(value).__qualname__
         raise ValueError(f"{name} is a {kind}: store tensors and plain values, such as float(x), str(path), vars(args)")
 
 

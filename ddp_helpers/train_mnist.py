@@ -3,6 +3,7 @@
     python -m ddp_helpers.train_mnist                               one process
     python -m ddp_helpers.train_mnist --nprocs 2                    two ranks, started here
     torchrun --nproc-per-node 2 -m ddp_helpers.train_mnist          two ranks, started by torchrun
+    … --checkpoint run.pt --resume                                  saved after each epoch; killed, it can go on
 
 `main(rank, config)` is the program of each rank: `launch(main, (Config(epochs=1),), nprocs=2)` runs it in a notebook.
 """
@@ -19,6 +20,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from . import devices, process_group
+from .checkpoint import Position, load_checkpoint, save_checkpoint
 from .data import BatchedDataset, load_mnist, prepare_mnist
 from .evaluation import evaluate
 from .models import CNN, MLP
@@ -41,8 +43,12 @@ class Config:
     lr: float = _option(1e-3, "learning rate of Adam")
     seed: int = _option(0, "seed of the initial weights and of the order of the samples")
     log_every: int = _option(20, "steps between two log lines; 0 prints the fingerprint alone")
+    checkpoint: str = _option("", "file to save the run to after each epoch, on rank 0's disk")
+    resume: bool = _option(False, "go on from the checkpoint, or start if there is none yet")
 
     def __post_init__(self) -> None:
+        if self.resume and not self.checkpoint:
+            raise ValueError("resume needs a checkpoint to go on from: say which file")
         for f in fields(self):
             value, choices = getattr(self, f.name), f.metadata["choices"]
             if choices and value not in choices:
@@ -63,7 +69,8 @@ def main(rank: int, config: Config) -> dict[str, Any]:
     """Train and evaluate as rank `rank`; every rank must call it. Without RANK in the environment it is the only one.
 
     Returns, the same on each rank: world_size, losses (mean per epoch), accuracy, correct, count, fingerprint (of the
-    weights) and weights (a state_dict on the CPU). Raises ValueError if the global batch can't be shared equally.
+    weights) and weights (a state_dict on the CPU). Raises ValueError if the global batch can't be shared equally or
+    the checkpoint is of a run with other settings, CheckpointError if it can't be written or read.
     """
     batch_size = config.batch_size(int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1)
 
@@ -93,11 +100,22 @@ def main(rank: int, config: Config) -> dict[str, Any]:
     )
     loader = DataLoader(train, batch_size=batch_size, sampler=sampler, collate_fn=BatchedDataset.collate)
 
-    # 6. Loop: a new order each epoch, the same one on every rank.
-    losses = []
-    for epoch in range(1, config.epochs + 1):
-        sampler.set_epoch(epoch)
-        losses.append(train_epoch(ddp, loader, optimizer, epoch, device, config.log_every))
+    # 6. Loop: a new order each epoch, the same one on every rank. What a resumed run must have in common is saved, too.
+    settings = {name: getattr(config, name) for name in ("data", "model", "global_batch", "lr", "seed")}
+    position = Position(epoch=1, extra={"losses": [], "settings": settings})
+    if config.resume:
+        position = load_checkpoint(config.checkpoint, missing=position, model=ddp, optimizer=optimizer)
+        if (before := position.extra["settings"]) != settings:
+            raise ValueError(f"{config.checkpoint} is of another run: {before}, and this one has {settings}")
+        if rank == 0 and config.log_every:
+            print(f"{config.checkpoint}: epoch {position.epoch} comes next")
+    losses = position.extra["losses"]
+    while position.epoch <= config.epochs:
+        sampler.set_epoch(position.epoch)
+        losses.append(train_epoch(ddp, loader, optimizer, position.epoch, device, config.log_every))
+        position.epoch += 1
+        if config.checkpoint:
+            save_checkpoint(config.checkpoint, position, model=ddp, optimizer=optimizer)
     score = evaluate(ddp, test, batch_size=1000, device=device)
     if rank == 0 and config.log_every:
         print(f"Test accuracy: {score.correct}/{score.count} ({score.accuracy:.2%}), loss {score.loss:.4f}")
@@ -130,7 +148,8 @@ def cli(arguments: Sequence[str] | None = None) -> None:
         defaults = Config()
         for f in fields(Config):
             default: Any = getattr(defaults, f.name)
-            parser.add_argument(f"--{f.name.replace('_', '-')}", type=type(default), default=default, **f.metadata)
+            how = {"action": "store_true"} if default is False else {"type": type(default), "default": default}
+            parser.add_argument(f"--{f.name.replace('_', '-')}", **how, **{k: v for k, v in f.metadata.items() if v})
         parser.add_argument("--nprocs", type=int, default=1, help="ranks to start; under torchrun leave it out")
         options = vars(parser.parse_args(arguments))
         nprocs, config = options.pop("nprocs"), Config(**options)

@@ -8,9 +8,11 @@ import hashlib
 import io
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +144,7 @@ def ends_with_a_message(arguments: list[str], capsys: pytest.CaptureFixture[str]
         (["--global-batch", "10"], {"RANK": "1", "WORLD_SIZE": "4"}, "choose a multiple of the world size, 4"),
         (["--nprocs", "2"], {"RANK": "1", "WORLD_SIZE": "4"}, "this process is one already"),
         (["--model", "vit"], {}, "invalid choice: 'vit'"),
+        (["--resume"], {}, "resume needs a checkpoint to go on from"),
         ([], {"DDP_MNIST": "half"}, "data is 'half' (from DDP_MNIST, perhaps): choose 'subset' or 'full'"),
     ],
 )
@@ -175,17 +178,39 @@ def test_options_reach_the_program(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setenv("DDP_MNIST", "")
     cli([])
     options = ["--data", "full", "--model", "cnn", "--epochs", "3", "--global-batch", "64", "--lr", "0.1"]
-    cli([*options, "--seed", "5", "--log-every", "7"])
+    cli([*options, "--seed", "5", "--log-every", "7", "--checkpoint", "run.pt", "--resume"])
     assert seen == [
         (0, Config("full", "mlp", 10, 256, 1e-3, 0)),
         (0, Config("subset", "mlp", 10, 256, 1e-3, 0)),
-        (0, Config("full", "cnn", 3, 64, 0.1, 5, 7)),
+        (0, Config("full", "cnn", 3, 64, 0.1, 5, 7, "run.pt", True)),
     ]
     assert capsys.readouterr().out.splitlines() == ["fingerprint: abc"] * 3
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     cli([])
     assert seen[-1][0] == 1 and capsys.readouterr().out == ""
+
+
+def without_tensors(result: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in result.items() if name != "weights"}
+
+
+def test_a_resumed_run_ends_as_an_undisturbed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(devices, "pick", lambda: ("gloo", torch.device("cpu")))
+    path, run = str(tmp_path / "run.pt"), Config(data="subset", epochs=2, global_batch=2000, log_every=0)
+    undisturbed = main(0, run)
+    main(0, replace(run, epochs=1, checkpoint=path, resume=True))  # there is no file yet
+    capsys.readouterr()
+    resumed = main(0, replace(run, log_every=3, checkpoint=path, resume=True))
+    lines = capsys.readouterr().out.splitlines()
+    assert without_tensors(resumed) == without_tensors(undisturbed)
+    assert lines[0] == f"{path}: epoch 2 comes next"
+    assert {line.split(" [")[0] for line in lines[1:-1]} == {"Train Epoch: 2"}
+    again = main(0, replace(run, checkpoint=path, resume=True))
+    assert without_tensors(again) == without_tensors(undisturbed)
+    with pytest.raises(ValueError, match=r"run.pt is of another run: .*'lr': 0.001.* this one has .*'lr': 0.1"):
+        main(0, replace(run, lr=0.1, checkpoint=path, resume=True))
 
 
 def test_the_scripts_differ_in_about_a_dozen_lines() -> None:
@@ -229,6 +254,28 @@ def test_launch_and_torchrun_end_with_the_same_weights(tmp_path: Path) -> None:
         assert re.fullmatch("fingerprint: [0-9a-f]{16}", lines[-1])
         ends[way] = lines
     assert ends["launch"] == ends["torchrun"]
+
+
+@pytest.mark.slow
+def test_a_killed_run_that_is_started_again_has_the_same_fingerprint(tmp_path: Path) -> None:
+    arguments = [sys.executable, *PROGRAM, "--nprocs", "2", "--epochs", "6", "--log-every", "1"]
+    undisturbed = command(arguments, tmp_path)
+    arguments += ["--checkpoint", "run.pt", "--resume"]
+    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "DDP_MNIST")}
+    env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        arguments, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as run:
+        assert run.stdout
+        for line in run.stdout:
+            if "Train Epoch: 4 [" in line:  # in the middle of an epoch
+                run.kill()
+    assert run.returncode == -signal.SIGKILL and (tmp_path / "run.pt.previous").exists()
+    time.sleep(5)  # until the ranks have noticed
+    resumed = command(arguments, tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "run.pt: epoch 4 comes next" in resumed.stdout and "Train Epoch: 3" not in resumed.stdout
+    assert resumed.stdout.splitlines()[-1] == undisturbed.stdout.splitlines()[-1]
 
 
 @pytest.mark.slow
