@@ -186,6 +186,21 @@ def test_a_second_crash_and_a_resume_at_the_end_change_nothing(ranks: Ranks, tmp
     assert [r["run"] for r in resumed] == [r["run"] for r in undisturbed]
 
 
+def test_each_epoch_has_an_order_of_its_own() -> None:
+    sampler: Any = DistributedSampler(range(12), num_replicas=2, rank=1, seed=3)  # type: ignore[arg-type]
+    loader: Any = DataLoader(range(12), 2, sampler=sampler)  # type: ignore[arg-type]
+    position, found = Position(), []
+    while position.epoch < 2:
+        for batch in position.batches(loader):
+            found.append((position.epoch, position.step, batch.tolist()))
+    expected = []
+    for epoch in (0, 1):
+        sampler.set_epoch(epoch)
+        expected += [(epoch, step, batch.tolist()) for step, batch in enumerate(loader, start=1)]
+    assert found == expected and (position.epoch, position.step) == (2, 0)
+    assert [batch for *_, batch in found[:3]] != [batch for *_, batch in found[3:]]
+
+
 @pytest.mark.parametrize("left_out", ["momentum", "scheduler", "random", "start", "step"])
 def test_each_thing_that_is_saved_is_needed(
     ranks: Ranks, tmp_path: Path, left_out: str, monkeypatch: pytest.MonkeyPatch
@@ -766,6 +781,15 @@ def test_it_is_loaded_to_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     save_checkpoint(tmp_path / "run.pt", Position(), part=Tensors(1.0))
     value_in(tmp_path / "run.pt")
     assert seen == [{"map_location": "cpu", "weights_only": True}]
+
+
+def test_a_file_from_another_gpu_is_loaded_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:99")
+        save_checkpoint(tmp_path / "run.pt", Position(), part=Tensors(1.0))
+    with pytest.raises(RuntimeError, match="CUDA"):
+        torch.load(tmp_path / "run.pt", weights_only=True)
+    assert value_in(tmp_path / "run.pt") == 1.0
 
 
 def test_copied_files_work_alone(tmp_path: Path) -> None:
