@@ -42,17 +42,22 @@ class EpochSampler(DistributedSampler[T]):
 class EpochLoader(DataLoader[T]):
     """A DataLoader that counts its passes: each has its own order and its own random streams in the workers.
 
-    `epoch` is the number of the next pass; set it to continue an earlier run.
+    `epoch` is the number of the next pass; set it, alike on all ranks, to continue an earlier run. A pass counts from
+    its second batch on, so that one rank may look at a first batch and still deal like the others.
     """
 
     epoch: int = 0
     stream: tuple[int, int] = (0, 0)  # seed and rank
 
     def __iter__(self) -> Any:
-        self.sampler.set_epoch(self.epoch)  # type: ignore[attr-defined]
-        self.generator.manual_seed(stream_seed(*self.stream, self.epoch))  # the workers' seeds are drawn from it
-        self.epoch += 1
-        return super().__iter__()
+        epoch = self.epoch
+        self.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        self.generator.manual_seed(stream_seed(*self.stream, epoch))  # the workers' seeds are drawn from it
+        for step, batch in enumerate(super().__iter__()):
+            if step == 1:
+                self.epoch = epoch + 1
+            yield batch
+        self.epoch = epoch + 1
 
 
 def make_loader(
@@ -70,11 +75,15 @@ def make_loader(
     """Return the loader of one rank, with `batch_size` samples per rank; each rank calls it with its own `rank`.
 
     No process group is needed. All ranks make the same number of steps: the sampler repeats a few samples, or leaves
-    some out with `drop_last`. `seed` is the same on every rank and shuffles for all; augmentation in worker processes
-    is random for each rank, worker and epoch, and the same in every run. The data set's own `collate` is used if it
-    has one. `pin_memory` defaults to whether there is a GPU. Raises ValueError for a rank outside the world.
+    some out with `drop_last`. `seed` is the same on every rank and shuffles for all, as DistributedSampler does.
+    Augmentation in worker processes is random for each rank, worker and epoch, and the same in every run; without
+    workers it uses the rank's own random state: seed that with `stream_seed(seed, rank)`. The data set's own `collate`
+    is used if it has one. `pin_memory` defaults to whether there is a GPU. Raises ValueError for a rank outside the
+    world.
     """
-    sampler: EpochSampler[T] = EpochSampler(dataset, world_size, rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
+    sampler: DistributedSampler[T] = DistributedSampler(
+        dataset, world_size, rank, shuffle=shuffle, seed=seed, drop_last=drop_last
+    )
     loader = EpochLoader(
         dataset,
         batch_size,
