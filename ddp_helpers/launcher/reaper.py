@@ -31,8 +31,10 @@ def marked(mark: str, leaders: Iterable[int] = ()) -> set[int]:
                     kin[int(entry)] = [int(parent), int(session)]
             if mark.encode() in _environ(f"/proc/{entry}"):
                 found.add(int(entry))
-    while more := {pid for pid, near in kin.items() if pid not in found and not found.union(leaders).isdisjoint(near)}:
+    heads = found.union(pid for pid in leaders if pid not in kin)  # who lives unmarked took a dead one's number
+    while more := {pid for pid, near in kin.items() if pid not in found and not heads.isdisjoint(near)}:
         found |= more
+        heads |= more
     return found
 
 

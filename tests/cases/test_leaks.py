@@ -14,6 +14,7 @@ import pytest
 from looking import REPEAT, SECONDS, held, sleepers, with_text
 
 from ddp_helpers import HangError, RankError, Ranks, launch
+from ddp_helpers.launcher import rank, reaper
 
 
 def ends_by_return(source):
@@ -74,12 +75,16 @@ def ends_by_being_forgotten(source):
 
 def ends_after_the_thread_that_started_it(source):
     """The thread's end does not end its ranks; closing them does."""
-    kept = []
-    thread = threading.Thread(target=lambda: kept.append(Ranks(2)))
+    kept, end = [], threading.Event()
+    thread = threading.Thread(target=lambda: (kept.append(Ranks(2)), kept[0].run(os.getpid), end.wait()))
     thread.start()
-    thread.join()
+    while not kept or not kept[0]._pool.ranks[1].started or kept[0]._pool._lock.locked():
+        time.sleep(0.05)
     (ranks,) = kept
     pids = ranks.run(os.getpid)
+    threading.Timer(0.3, end.set).start()
+    ranks.run(time.sleep, 1.5)
+    thread.join()
     ranks.run(exec_on_rank, 0, source)
     assert ranks.run(os.getpid) == pids
     ranks.close()
@@ -158,14 +163,31 @@ def test_a_program_that_the_notebook_starts_meanwhile_is_not_ours(live):
         stranger.wait()
 
 
-def test_a_forked_child_of_the_notebook_does_not_end_the_ranks(live):
-    pids = live.run(os.getpid)
-    child = os.fork()
-    if child == 0:
-        live.close()
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert live.run(os.getpid) == pids
+def test_a_program_that_got_the_number_of_an_ended_rank_is_not_ours():
+    stranger = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    try:
+        assert reaper.marked("a mark that nothing carries", [stranger.pid]) == set()
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def test_a_forked_child_of_the_notebook_does_not_end_the_ranks():
+    with Ranks(1) as ranks:
+        child = os.fork()
+        if child == 0:
+            try:
+                ranks.close()
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        assert ranks.run(abs, -1) == [1]
+
+
+def test_a_launch_in_another_thread_is_not_taken_for_being_a_rank(monkeypatch):
+    """It sets the mark of ranks in this process's environment for a moment."""
+    monkeypatch.setenv(rank.MARK, "of another launch")
+    assert launch(abs, nprocs=1) == [0]
 
 
 def test_an_idle_rank_that_cannot_print_does_not_delay_the_end():
