@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from pathlib import Path
 
 import pytest
 from looking import gone
@@ -68,3 +69,11 @@ def no_process_left(_shared):
     kept = {r.process.pid for ranks in _shared.kept.values() for r in ranks._pool.ranks if r.process is not None}
     left = reaper.marked(f"{rank.MARK}={os.getpid()}-") - kept
     assert gone(left, 1), left
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave out the long repetitions unless somebody says how many."""
+    for item in items:
+        long = item.get_closest_marker("slow") and item.path.parent == Path(__file__).parent
+        if long and "DDP_REPEAT" not in os.environ:
+            item.add_marker(pytest.mark.skip(reason="takes minutes: set DDP_REPEAT, to 20 for example"))
