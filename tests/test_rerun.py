@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ def _spy(fn, *args, **kwargs):
 
 torch.multiprocessing.spawn = _spy
 """
+LONG = ("01", "06", "08", "10")  # notebooks
 COUNT = "print(spawned.count('ddp_helpers.launcher.rank'))"
 
 
@@ -52,6 +54,8 @@ def notebook(*sources: str) -> NotebookNode:
 @pytest.mark.slow
 @pytest.mark.parametrize("path", notebooks(), ids=lambda path: path.stem)
 def test_each_cell_can_run_again(path: Path) -> None:
+    if path.stem[:2] in LONG and "DDP_REPEAT" not in os.environ:
+        pytest.skip("takes two to three minutes: set DDP_REPEAT, to 1 for example")
     assert launches(read(path), path.parent) >= 3  # Ranks, and In one piece twice
 
 
