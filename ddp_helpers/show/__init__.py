@@ -12,14 +12,12 @@ from .memory import memory, mesh
 from .metrics import confusion, dealt, recipe_errors
 from .resume import resumed
 from .sampling import sampler_grid
-from .steps import bucket_sweep, extrapolation, gantt, second_rank, speedups, trade
 from .tables import SideBySide
 from .timelines import overlap, step_bars
 from .wrapper import buckets, gap
 
 __all__ = [
     "SideBySide",
-    "bucket_sweep",
     "buckets",
     "collective",
     "collectives",
@@ -29,8 +27,6 @@ __all__ = [
     "dealt",
     "digits",
     "drift",
-    "extrapolation",
-    "gantt",
     "gap",
     "load",
     "loss_by_epoch",
@@ -43,9 +39,6 @@ __all__ = [
     "recipe_errors",
     "resumed",
     "sampler_grid",
-    "second_rank",
     "sequences",
-    "speedups",
     "step_bars",
-    "trade",
 ]
