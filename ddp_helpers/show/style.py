@@ -13,6 +13,7 @@ PHASE = {
     "forward": "#009E73",
     "backward": "#56B4E9",
     "communication": "#D55E00",
+    "waiting": "#F0C000",
     "optimizer": "#CC79A7",
     "data": "#999999",
 }
